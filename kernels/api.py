@@ -1,0 +1,163 @@
+"""The one public function, and the check of what each implementation can honour."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from kernels import compose, reference
+from kernels.spec import CAUSAL, MaskSpec, Projection
+
+Impl = Literal["auto", "reference", "xla", "cudnn"]
+IMPLEMENTATIONS = {"reference": reference.attention, "xla": compose.xla, "cudnn": compose.cudnn}
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def attention(
+    q_BTHE: jax.Array,
+    k_BSKE: jax.Array,
+    v_BSKE: jax.Array,
+    *,
+    mask: MaskSpec = CAUSAL,
+    xsa: Projection | None = None,
+    sinks_H: jax.Array | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    v_self_BTKE: jax.Array | None = None,
+    impl: Impl = "auto",
+) -> jax.Array:
+    """Softmax attention, then (with `xsa`) the projection that removes the component along each token's own value.
+
+    y_i = sum_j a_ij v_j;  z_i = y_i - alpha (y_i . v_i) / |v_i|^2 v_i, per head, before the output projection.
+
+    Args:
+      q_BTHE: queries, any of `DTYPES`; scores, softmax and projection are float32 (float64 for float64) whatever it is.
+      k_BSKE: keys, of the same dtype. H is a multiple of K, and query head h reads KV head h // (H / K).
+      v_BSKE: values, like the keys.
+      mask: which keys a query sees. Unless it is neither causal nor windowed nor segmented, T = S or `v_self_BTKE` is needed.
+      xsa: the projection; None is plain self attention and leaves no trace of it in the program.
+      sinks_H: one logit per query head, which takes weight in the softmax and has no value; -inf is none.
+      softcap: scores s become softcap * tanh(s / softcap); before the mask and beside the sinks.
+      scale: what q . k is multiplied with; E ** -0.5 by default.
+      v_self_BTKE: the own values of the T query tokens where they are not `v_BSKE` itself: chunked prefill and decoding. The
+        queries are then the last T of the S tokens.
+      impl: "auto", or an implementation by name. It honours everything it is given or raises.
+
+    Returns:
+      z_BTHE in the dtype of q, named "attention_out" for rematerialisation policies.
+
+    Raises:
+      ValueError: at trace time, naming the argument.
+    """
+    _check_arrays(q_BTHE, k_BSKE, v_BSKE, mask, xsa, sinks_H, v_self_BTKE)
+    name = check(
+        impl,
+        dtype=q_BTHE.dtype,
+        head_dim=q_BTHE.shape[-1],
+        causal=mask.causal,
+        window=mask.window,
+        segments=mask.segment_ids is not None,
+        sinks=sinks_H is not None,
+        softcap=softcap,
+        tail=q_BTHE.shape[1] != k_BSKE.shape[1],
+        xsa=xsa,
+    )
+    v_self_BTKE = v_BSKE if v_self_BTKE is None else v_self_BTKE
+    scale = q_BTHE.shape[-1] ** -0.5 if scale is None else scale
+    z_BTHE = IMPLEMENTATIONS[name](q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, mask, xsa, sinks_H, softcap, scale)
+    return checkpoint_name(z_BTHE, "attention_out")
+
+
+def check(
+    impl: str,
+    *,
+    dtype: Any,
+    head_dim: int,
+    causal: bool = True,
+    window: int | None = None,
+    segments: bool = False,
+    sinks: bool = False,
+    softcap: float | None = None,
+    tail: bool = False,
+    xsa: Projection | None = None,
+) -> str:
+    """The implementation that `attention` will run for these features: `impl` itself, or what "auto" picks. Needs no arrays.
+
+    Args:
+      tail: the queries are fewer than the keys (chunked prefill, decoding).
+
+    Raises:
+      ValueError: names the argument that is wrong, or the feature that the implementation cannot honour.
+    """
+    if jnp.dtype(dtype).name not in DTYPES:
+        raise ValueError(f"dtype={jnp.dtype(dtype).name}: expected one of {', '.join(DTYPES)}")
+    if window is not None and window < 1:
+        raise ValueError(f"mask.window={window}: expected at least 1 (the token itself), or None for no window")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap}: expected a positive number, or None for no cap")
+    if xsa is not None and xsa.zero_rule not in ("clamp", "add", "exact"):
+        raise ValueError(f"xsa.zero_rule={xsa.zero_rule!r}: expected 'clamp', 'add' or 'exact'")
+    if xsa is not None and xsa.zero_rule != "exact" and not xsa.eps > 0:
+        raise ValueError(f"xsa.eps={xsa.eps} with xsa.zero_rule={xsa.zero_rule!r}: expected a positive number")
+    if impl == "auto":
+        return "xla"
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl={impl!r}: expected 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}")
+    if impl == "cudnn":
+        refused = {
+            f"dtype={jnp.dtype(dtype).name}": jnp.dtype(dtype).name not in ("bfloat16", "float16"),
+            f"head_dim={head_dim}": head_dim % 8 != 0 or head_dim > 256,
+            "mask.segment_ids": segments,
+            "mask.window without mask.causal": window is not None and not causal,
+            "sinks_H": sinks,
+            "softcap": softcap is not None,
+            "fewer queries than keys": tail and (causal or window is not None),
+        }
+        bad = [feature for feature, no in refused.items() if no]
+        if bad:
+            raise ValueError(f"impl='cudnn' cannot honour {', '.join(bad)}; impl='xla' can")
+    return impl
+
+
+def _check_arrays(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: MaskSpec,
+    xsa: Projection | None,
+    sinks: jax.Array | None,
+    v_self: jax.Array | None,
+) -> None:
+    def need(good: bool, argument: str, found: object, expected: str) -> None:
+        if not good:
+            raise ValueError(f"{argument}: found {found}, expected {expected}")
+
+    need(q.ndim == 4, "q_BTHE", q.shape, "four axes [B, T, H, E]")
+    B, T, H, E = q.shape
+    need(k.ndim == 4 and k.shape[0] == B and k.shape[3] == E, "k_BSKE", k.shape, f"[{B}, S, K, {E}] to fit q_BTHE {q.shape}")
+    S, K = k.shape[1:3]
+    need(v.shape == k.shape, "v_BSKE", v.shape, f"the shape of k_BSKE, {k.shape}")
+    need(K > 0 and H % K == 0, "q_BTHE", f"{H} heads", f"a multiple of the {K} KV heads of k_BSKE")
+    need(k.dtype == q.dtype, "k_BSKE", k.dtype, f"the dtype of q_BTHE, {q.dtype}")
+    need(v.dtype == q.dtype, "v_BSKE", v.dtype, f"the dtype of q_BTHE, {q.dtype}")
+    if v_self is not None:
+        need(v_self.shape == (B, T, K, E), "v_self_BTKE", v_self.shape, f"{(B, T, K, E)}")
+        need(v_self.dtype == q.dtype, "v_self_BTKE", v_self.dtype, f"the dtype of q_BTHE, {q.dtype}")
+    placed = mask.causal or mask.window is not None or mask.segment_ids is not None
+    if xsa is not None or placed:
+        need(
+            T == S or (T < S and v_self is not None),
+            "v_self_BTKE",
+            "None" if v_self is None else v_self.shape,
+            f"the own values of the last {T} of {S} tokens, because q_BTHE has {T} and k_BSKE has {S}",
+        )
+    if mask.segment_ids is not None:
+        ids = mask.segment_ids
+        need(ids.shape == (B, S), "mask.segment_ids", ids.shape, f"{(B, S)}")
+        need(ids.dtype == jnp.int32, "mask.segment_ids", ids.dtype, "int32")
+    if sinks is not None:
+        need(sinks.shape == (H,), "sinks_H", sinks.shape, f"{(H,)}")
+        need(jnp.issubdtype(sinks.dtype, jnp.floating), "sinks_H", sinks.dtype, "a floating dtype")
+    if xsa is not None:
+        need(jnp.shape(xsa.alpha) in ((), (H,)), "xsa.alpha", jnp.shape(xsa.alpha), f"one number or {(H,)}")
