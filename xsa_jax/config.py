@@ -8,7 +8,7 @@ Defaults live in `configs/base.py` alone, so these classes have none.
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 
@@ -166,15 +166,33 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def check_resumable(stored: Mapping[str, Any], config: Config, run: str) -> None:
     """Refuses to continue a run under a config that would make it another experiment.
 
+    Args:
+      stored: the nested dict saved with the run.
+      config: what is asked for now.
+      run: how the message names the run.
+
     Raises:
       ConfigError: names each field that differs, with both values.
     """
+    _refuse_changes(stored, config, run, lambda name: not name.startswith(RESUMABLE))
+
+
+def check_same_model(stored: Mapping[str, Any], config: Config, run: str) -> None:
+    """Refuses to put a run's weights into another model: nothing in the weights shows whether they were trained with XSA.
+
+    Raises:
+      ConfigError: names each field that differs, with both values.
+    """
+    free = ("attention.impl", "model.dropout", "model.dtype", "model.remat")
+    _refuse_changes(stored, config, run, lambda name: name.startswith(("attention.", "model.")) and name not in free)
+
+
+def _refuse_changes(stored: Mapping[str, Any], config: Config, run: str, matters: Callable[[str], bool]) -> None:
     old, new = dict(flatten(stored)), dict(flatten(to_dict(config)))
-    frozen = [name for name in sorted(old.keys() | new.keys()) if not name.startswith(RESUMABLE)]
     changed = [
         f"{name} (run: {old.get(name, '<absent>')!r}, now: {new.get(name, '<absent>')!r})"
-        for name in frozen
-        if old.get(name) != new.get(name)
+        for name in sorted(old.keys() | new.keys())
+        if matters(name) and old.get(name) != new.get(name)
     ]
     if changed:
         raise ConfigError(f"{run} was started with another config: {'; '.join(changed)}. Use its values or another --workdir")

@@ -1,0 +1,123 @@
+"""Multi-head attention with or without the exclusive projection; the arithmetic itself lives in `kernels`."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import kernels
+from xsa_jax.config import AttentionConfig, ConfigError, ModelConfig, xsa_layers
+from xsa_jax.model import layers
+
+Array = jax.Array
+
+# Called with what one layer's attention saw and gave: (q_BTHE, k_BTKE, v_BTKE, z_BTHE, mask, sinks_H, softcap) -> named statistics.
+Probe = Callable[..., dict[str, Array]]
+
+
+class Attention(nnx.Module):
+    """Causal attention of one layer.
+
+    The module holds the parameters of the variant and nothing else: an SA model has no parameter and no operation that
+    belongs to XSA, and an SA and an XSA model of one seed start from the same weights.
+    """
+
+    def __init__(self, model: ModelConfig, config: AttentionConfig, *, rngs: nnx.Rngs):
+        D, H, K, E = model.d_model, config.num_heads, config.num_kv_heads, config.head_dim
+        self.config = config
+        self.projects = _projects(config, model.num_layers)
+        self.q = layers.matrix(rngs, (D, H, E), ("embed", "heads", None), layers.fan_in_std(D))
+        self.k = layers.matrix(rngs, (D, K, E), ("embed", "kv_heads", None), layers.fan_in_std(D))
+        self.v = layers.matrix(rngs, (D, K, E), ("embed", "kv_heads", None), layers.fan_in_std(D))
+        self.out = layers.matrix(rngs, (H, E, D), ("heads", None, "embed"), layers.residual_std(H * E, model.num_layers))
+        if config.qk_norm:
+            self.q_norm = layers.Norm("rmsnorm", E)
+            self.k_norm = layers.Norm("rmsnorm", E)
+        if config.sinks:
+            self.sinks = layers.vector(0.0, (H,), ("heads",))
+        if config.value_residual:
+            self.value_mix = layers.vector(0.5, (), ())
+        if any(self.projects) and config.xsa.strength == "learned":
+            self.gate = layers.vector(0.0, (H,), ("heads",))
+
+    def __call__(
+        self,
+        x_BTD: Array,
+        v_first_BTKE: Array | None,
+        layer: Array,
+        phases: tuple[Array, Array],
+        segment_ids_BT: Array | None,
+        probe: Probe | None = None,
+    ) -> tuple[Array, Array | None, dict[str, Array]]:
+        """Returns the layer's contribution [B, T, D], the first layer's values, and the probe's statistics.
+
+        Args:
+          x_BTD: normed residual stream.
+          v_first_BTKE: values of layer 0 when `value_residual` is on (anything of that shape in layer 0 itself), else None.
+          layer: int32 scalar, the index of this layer; it may be traced.
+          phases: rotary cosine and sine, each [B or 1, T, 1, E/2].
+          segment_ids_BT: int32 documents of each row, or None when a row is one document.
+        """
+        config, dtype = self.config, x_BTD.dtype
+        q_BTHE = jnp.einsum("BTD,DHE->BTHE", x_BTD, self.q[...].astype(dtype))
+        k_BTKE = jnp.einsum("BTD,DKE->BTKE", x_BTD, self.k[...].astype(dtype))
+        v_BTKE = jnp.einsum("BTD,DKE->BTKE", x_BTD, self.v[...].astype(dtype))
+        if config.qk_norm:
+            q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
+        q_BTHE, k_BTKE = layers.rotate(q_BTHE, phases), layers.rotate(k_BTKE, phases)
+        if config.value_residual:
+            v_first_BTKE = jnp.where(layer == 0, v_BTKE, v_first_BTKE)
+            v_BTKE = v_BTKE + self.value_mix[...].astype(dtype) * (v_first_BTKE - v_BTKE)
+
+        # XSA projects on the v that attention averages: after the value residual, never after a rotation.
+        mask = kernels.MaskSpec(causal=True, window=config.window or None, segment_ids=segment_ids_BT)
+        sinks_H = self.sinks[...] if config.sinks else None
+        softcap = config.logit_softcap or None
+
+        def attend(xsa: kernels.Projection | None) -> Array:
+            return kernels.attention(
+                q_BTHE, k_BTKE, v_BTKE, mask=mask, xsa=xsa, sinks_H=sinks_H, softcap=softcap, impl=config.impl
+            )  # fmt: skip
+
+        if all(self.projects):
+            z_BTHE = attend(self._projection())
+        elif not any(self.projects):
+            z_BTHE = attend(None)
+        else:
+            # One scanned layer serves both kinds; a device runs only the branch of the layer at hand.
+            on = jnp.asarray(self.projects)[layer]
+            z_BTHE = jax.lax.cond(on, lambda: attend(self._projection()), lambda: attend(None))
+
+        stats = {} if probe is None else probe(q_BTHE, k_BTKE, v_BTKE, z_BTHE, mask=mask, sinks_H=sinks_H, softcap=softcap)
+        return jnp.einsum("BTHE,HED->BTD", z_BTHE, self.out[...].astype(dtype)), v_first_BTKE, stats
+
+    def _projection(self) -> kernels.Projection:
+        xsa = self.config.xsa
+        alpha = jnp.tanh(self.gate[...]) if xsa.strength == "learned" else xsa.alpha
+        return kernels.Projection(alpha=alpha, zero_rule=xsa.zero_rule, eps=xsa.eps)
+
+
+def _projects(config: AttentionConfig, num_layers: int) -> tuple[bool, ...]:
+    return xsa_layers(config.xsa.layers, num_layers) if config.kind == "xsa" else (False,) * num_layers
+
+
+def check(model: ModelConfig, config: AttentionConfig, *, segments: bool) -> None:
+    """Refuses an implementation that cannot do what the config asks, before any device work.
+
+    Raises:
+      ConfigError: naming `attention.impl` and what it lacks.
+    """
+    try:
+        kernels.check(
+            config.impl,
+            dtype=model.dtype,
+            head_dim=config.head_dim,
+            causal=True,
+            window=config.window or None,
+            segments=segments,
+            sinks=config.sinks,
+            softcap=config.logit_softcap or None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"attention.impl={config.impl!r}: {error}") from None

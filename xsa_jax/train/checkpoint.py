@@ -1,0 +1,146 @@
+"""Checkpoints of a run, by Orbax: asynchronous, committed whole or not at all, checked leaf by leaf before they are read.
+
+A step holds three items: `params`, `opt_state` (with the step counter and the random state) and `meta` (JSON: the config and
+the loader's state). Evaluation reads the first alone, on any number of devices.
+"""
+
+import pathlib
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from xsa_jax.config import CheckpointConfig, UserError, check_resumable, check_same_model, to_dict
+from xsa_jax.model.transformer import Model, Params
+from xsa_jax.train.state import TrainState
+
+
+class Checkpoints:
+    """The checkpoints under `workdir/checkpoints`; a context manager that waits for the save under way when it closes.
+
+    Args:
+      workdir: the run's folder.
+      config: what to keep. None opens for reading: nothing is created, deleted or cleaned up.
+
+    Raises:
+      UserError: opened for reading and there is no such folder.
+    """
+
+    def __init__(self, workdir: pathlib.Path, config: CheckpointConfig | None = None):
+        self.directory = workdir.absolute() / "checkpoints"
+        if config is None and not self.directory.is_dir():
+            raise UserError(
+                f"{workdir}: expected a run with a folder 'checkpoints', found none; name the --workdir of a training run"
+            )
+        keep: Any = ocp.training.preservation_policies
+        policies = [] if config is None else [keep.LatestN(config.keep_last)]
+        if config is not None and config.keep_every:
+            policies.append(keep.EveryNSteps(config.keep_every))
+        self._orbax = ocp.training.Checkpointer(
+            self.directory,
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=keep.AnyPreservationPolicy(policies) if policies else keep.PreserveAll(),
+            cleanup_tmp_directories=config is not None,  # what a killed save left behind
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._orbax.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """Committed steps, ascending."""
+        return [checkpoint.step for checkpoint in self._orbax.checkpoints]
+
+    @property
+    def latest(self) -> int | None:
+        return self.steps[-1] if self.steps else None
+
+    def save(self, step: int, state: TrainState, model: Model, loader_state: dict[str, Any]) -> None:
+        """Starts to save `state`, which is `step` updates old; returns once the values are copied off the device."""
+        items = {
+            "params": state.params,
+            "opt_state": {"step": state.step, "rng": state.rng, "optimizer": state.opt_state},
+            "meta": {"config": to_dict(model.config), "loader": loader_state},
+        }
+        self._orbax.save_checkpointables_async(step, items)
+
+    def meta(self, step: int | None = None) -> dict[str, Any]:
+        """The stored {"config": ..., "loader": ...} of a step, the latest by default."""
+        step = self._existing(step)
+        return self._load(step, {"meta": None})["meta"]
+
+    def restore(self, model: Model, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+        """The state to continue from and the loader's state, for `abstract`'s shapes and shardings.
+
+        Raises:
+          UserError: no such step; a leaf missing, extra, or of another shape or type, with its path; an unreadable file.
+          ConfigError: the run was started with another config (attention variant, data order, ...), naming the fields.
+        """
+        step = self._existing(step)
+        meta = self.meta(step)
+        check_resumable(meta["config"], model.config, str(self.directory.parent))
+        opt_state = {"step": abstract.step, "rng": abstract.rng, "optimizer": abstract.opt_state}
+        items = self._load(step, {"params": abstract.params, "opt_state": opt_state})
+        rest = items["opt_state"]
+        return TrainState(rest["step"], items["params"], rest["optimizer"], rest["rng"]), meta["loader"]
+
+    def restore_params(self, model: Model, abstract_params: Params, step: int | None = None) -> Params:
+        """The weights alone, for `abstract_params`' shapes and shardings.
+
+        Raises:
+          UserError: as `restore`.
+          ConfigError: `model` is another model than the one saved, naming the fields that differ.
+        """
+        step = self._existing(step)
+        check_same_model(self.meta(step)["config"], model.config, str(self.directory.parent))
+        return self._load(step, {"params": abstract_params})["params"]
+
+    def _existing(self, step: int | None) -> int:
+        if not self.steps:
+            raise UserError(f"{self.directory}: no finished checkpoint; train until the first save (checkpoint.every) first")
+        if step is None:
+            return self.steps[-1]
+        if step not in self.steps:
+            raise UserError(f"{self.directory}: no finished checkpoint of step {step}; there are {', '.join(map(str, self.steps))}")
+        return step
+
+    def _load(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+        try:
+            stored = self._orbax.checkpointables_metadata(step).metadata
+            _check_leaves(abstract, stored, str(self.directory / str(step)))
+            return self._orbax.load_checkpointables(step, abstract)
+        except UserError:
+            raise
+        except Exception as error:  # Orbax raises many kinds, down to those of its storage library.
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(
+                f"{self.directory / str(step)}: this checkpoint cannot be read ({reason[:300]}). It may be damaged: "
+                f"restore the folder, or move it away to go on from an earlier step"
+            ) from error
+
+
+def _check_leaves(abstract: dict[str, Any], stored: dict[str, Any], where: str) -> None:
+    """Orbax converts types silently and names no path when trees differ, so every leaf is compared first."""
+    for item, tree in abstract.items():
+        if item not in stored:
+            raise UserError(f"{where}: no item {item!r}; found {', '.join(sorted(stored))}")
+        if tree is None:
+            continue
+        expected, found = _leaves(tree), _leaves(stored[item])
+        for path in sorted(expected.keys() | found.keys()):
+            if path not in found:
+                raise UserError(f"{where}: {item}/{path} is missing; this model needs it with shape {expected[path][0]}")
+            if path not in expected:
+                raise UserError(f"{where}: {item}/{path} of shape {found[path][0]} is in the checkpoint but not in this model")
+            if expected[path] != found[path]:
+                raise UserError(f"{where}: {item}/{path} is {found[path]} in the checkpoint, expected {expected[path]}")
+
+
+def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (tuple(leaf.shape), str(leaf.dtype))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

@@ -1,0 +1,155 @@
+"""What a run reports while it runs: a JSONL file, TensorBoard events, and a line for people."""
+
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import tensorboardX
+
+from xsa_jax.config import Config
+
+# Dense bfloat16 peak of one device, FLOP/s, by a part of jax's device_kind; from the makers' data sheets.
+_PEAK_FLOPS = {
+    "tpu v4": 275e12, "tpu v5 lite": 197e12, "tpu v5e": 197e12, "tpu v5p": 459e12, "tpu v5": 459e12, "tpu v6": 918e12,
+    "tpu7x": 2307e12, "a100": 312e12, "h100 pcie": 756e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12,
+}  # fmt: skip
+
+
+def train_flops_per_token(config: Config) -> float:
+    """FLOPs of forward and backward for one token, by the usual count (PaLM, arXiv 2204.02311, appendix B).
+
+    6 per matrix weight, and 12 * H * E per key and layer, masked keys counted too (a window bounds them). SA and XSA count the
+    same: the projection's 12 * H * E per layer is below a thousandth of either, and one scale keeps their MFU comparable.
+    """
+    model, attention = config.model, config.attention
+    heads = attention.num_heads * attention.head_dim
+    kv_heads = attention.num_kv_heads * attention.head_dim
+    mlp = model.d_model * model.d_ff * (3 if model.mlp == "swiglu" else 2)
+    weights = model.num_layers * (model.d_model * (2 * heads + 2 * kv_heads) + mlp) + model.d_model * model.vocab_size
+    keys = min(config.data.seq_len, attention.window or config.data.seq_len)
+    return 6.0 * weights + 12.0 * model.num_layers * heads * keys
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak FLOP/s of one device, or None for a device this table does not know: an unknown peak gives no MFU, not a guess."""
+    return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_kind.lower()), None)
+
+
+class Metrics:
+    """Collects the metrics of steps and writes those of every `log_every`-th.
+
+    `add` is handed device values and reads those of the step before: by then the next step is already running, so the
+    device never waits for the host.
+
+    Args:
+      workdir: where `metrics.jsonl` and `tensorboard/` go; only process 0 writes.
+      config: the run's config.
+      start: the step that the run begins at. Records of later steps, from a life that was killed after its last save, are
+        removed, so the file reads as one run.
+      devices: the devices of the run.
+    """
+
+    def __init__(self, workdir: pathlib.Path, config: Config, start: int, devices: list[jax.Device]):
+        self._config = config
+        self._writes = jax.process_index() == 0
+        self._flops = train_flops_per_token(config)
+        peak = peak_flops(devices[0].device_kind)
+        self._peak = peak * len(devices) if peak else None
+        self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        self._step, self._time, self._tokens = start, time.perf_counter(), 0.0
+        self._warm = False
+        if self._writes:
+            path = workdir / "metrics.jsonl"
+            _rewind(path, start)
+            self._file = path.open("a", buffering=1)
+            self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.flush()
+        if self._writes:
+            self._file.close()
+            self._board.close()
+
+    def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Takes the metrics of update number `step` (from 1)."""
+        self.flush()
+        self._pending = (step, metrics)
+
+    def flush(self) -> None:
+        """Reads and, where it is their turn, writes the metrics that wait."""
+        if self._pending is None:
+            return
+        (step, device_values), self._pending = self._pending, None
+        values = {name: float(value) for name, value in jax.device_get(dict(device_values)).items()}
+        self._tokens += values.pop("tokens")
+        if not math.isfinite(values["loss"]):
+            print(
+                f"step {step}: the loss is {values['loss']}; it will not recover. Lower optim.peak_lr or look at the data",
+                flush=True,
+            )
+        if step % self._config.train.log_every and step != self._config.train.num_steps and self._warm:
+            return
+        now = time.perf_counter()
+        if self._warm:
+            seconds = (now - self._time) / (step - self._step)
+            rate = self._tokens / (now - self._time)
+            mfu = rate * self._flops / self._peak if self._peak else None
+            values |= {"step_time": seconds, "tokens_per_second": rate, "mfu": mfu}
+        self._mark(step, now)
+        self.write(step, "train", values)
+        self._warm = True  # The first step holds the compilation: its time is nobody's step time.
+
+    def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        """Writes one record and its line for people."""
+        if not self._writes:
+            return
+        self._file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
+        for name, value in values.items():
+            if isinstance(value, float):
+                self._board.add_scalar(f"{split}/{name}", value, step)
+        print(_line(step, self._config.train.num_steps, split, values), flush=True)
+
+    def restart_clock(self, step: int) -> None:
+        """Leaves what happened since the last record (an evaluation, a save) out of the step time."""
+        self._mark(step, time.perf_counter())
+
+    def _mark(self, step: int, now: float) -> None:
+        self._step, self._time, self._tokens = step, now, 0.0
+
+
+def _line(step: int, num_steps: int, split: str, values: Mapping[str, Any]) -> str:
+    parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}", f"{split} loss {values['loss']:.4f}"]
+    if "bits_per_byte" in values:
+        parts.append(f"bits/byte {values['bits_per_byte']:.4f}")
+    if "grad_norm" in values:
+        parts += [f"grad {values['grad_norm']:.2f}", f"lr {values['lr']:.2e}"]
+    if "step_time" in values:
+        parts += [f"{values['tokens_per_second']:,.0f} tokens/s", f"{1e3 * values['step_time']:.0f} ms/step"]
+        parts.append(f"MFU {100 * values['mfu']:.1f}%" if values["mfu"] is not None else "MFU unknown")
+        left = int((num_steps - step) * values["step_time"])
+        parts.append(f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}")
+    return "  ".join(parts)
+
+
+def _rewind(path: pathlib.Path, start: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # the line that a kill cut short
+            continue
+        if record["step"] <= start:
+            kept.append(line + "\n")
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(kept))
+    os.replace(scratch, path)

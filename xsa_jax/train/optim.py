@@ -1,0 +1,39 @@
+"""Learning-rate schedule and optimiser, as optax makes them."""
+
+from typing import Any
+
+import jax
+import optax
+
+from xsa_jax.config import OptimConfig
+
+
+def schedule(config: OptimConfig, num_steps: int) -> optax.Schedule:
+    """Linear warm-up from 0 to `peak_lr`, then cosine decay to `final_lr_ratio * peak_lr` at `num_steps`, or constant."""
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            0.0, config.peak_lr, config.warmup_steps, num_steps, end_value=config.final_lr_ratio * config.peak_lr
+        )
+    warmup = optax.linear_schedule(0.0, config.peak_lr, config.warmup_steps)
+    return optax.join_schedules([warmup, optax.constant_schedule(config.peak_lr)], [config.warmup_steps])
+
+
+def optimizer(config: OptimConfig, num_steps: int, axes: dict[str, Any]) -> optax.GradientTransformation:
+    """Global-norm clip, then AdamW with decoupled decay on matrices.
+
+    Args:
+      config: `optim` of the run.
+      num_steps: length of the schedule.
+      axes: logical axes of each parameter. A parameter with one axis beside the layer axis is a bias, norm scale, gate or
+        sink; it is not decayed.
+    """
+
+    def decayed(_params) -> Any:
+        return jax.tree.map(
+            lambda names: sum(name != "layers" for name in names) >= 2, axes, is_leaf=lambda x: isinstance(x, tuple)
+        )
+
+    adamw = optax.adamw(
+        schedule(config, num_steps), config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=decayed
+    )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw

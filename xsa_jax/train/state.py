@@ -1,0 +1,51 @@
+"""Everything that training changes, as one pytree, and where each leaf of it lives."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from xsa_jax.mesh import sharding
+from xsa_jax.model.transformer import Model, Params
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    step: Array  # int32, how many updates were made
+    params: Params
+    opt_state: Any
+    rng: Array  # uint32, the raw data of a PRNG key: checkpoints hold plain arrays
+
+
+def abstract_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """The state's shapes, types and shardings without its values: the target of a restore, and of `init_state`."""
+
+    def place(leaf, axes):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh, axes, leaf.shape))
+
+    shapes = jax.eval_shape(lambda: _fresh(model, tx))
+    whole = lambda leaf: place(leaf, (None,) * leaf.ndim)  # noqa: E731
+    return TrainState(
+        step=whole(shapes.step),
+        params=jax.tree.map(lambda leaf, axes: place(leaf, axes), shapes.params, model.axes),
+        opt_state=optax.tree_utils.tree_map_params(tx, place, shapes.opt_state, model.axes, transform_non_params=whole),
+        rng=whole(shapes.rng),
+    )
+
+
+def init_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """A state at step 0, each leaf made where it lives: no device ever holds the whole model."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx, mesh))
+    return jax.jit(lambda: _fresh(model, tx), out_shardings=shardings)()
+
+
+def _fresh(model: Model, tx: optax.GradientTransformation) -> TrainState:
+    weights, noise = jax.random.split(jax.random.key(model.config.seed))
+    params = model.init(weights)
+    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key_data(noise))

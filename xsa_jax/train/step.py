@@ -1,0 +1,49 @@
+"""One update, as a pure function of (state, batch)."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from xsa_jax.config import Config
+from xsa_jax.mesh import constrain
+from xsa_jax.model.transformer import Model
+from xsa_jax.train.loss import Batch, loss_sums
+from xsa_jax.train.state import TrainState
+
+Metrics = dict[str, jax.Array]
+Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+def make_step(model: Model, tx: optax.GradientTransformation, lr: optax.Schedule, config: Config) -> Step:
+    """The train step, not yet jitted.
+
+    Its metrics, float32 scalars: `loss` (nats per token), `z` (mean of log(Z)^2), `grad_norm` (before clipping), `lr` (of this
+    update) and `tokens` (targets that counted).
+    """
+    dropout = config.model.dropout > 0
+
+    def objective(params, batch, key):
+        sums = loss_sums(model.bind(params), batch, config.train.loss_chunk, key if dropout else None)
+        return sums.nll + config.train.z_loss * sums.z, sums
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        rng, key = jax.random.split(jax.random.wrap_key_data(state.rng))
+        batch = {name: constrain(x, "batch", None) for name, x in batch.items()}
+        (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(state.params, batch, key)
+        # Gradients of sums, divided once: token weights stay right when batches are added up.
+        tokens = jnp.maximum(sums.tokens, 1.0)
+        grads = jax.tree.map(lambda g: g / tokens, grads)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        metrics = {
+            "loss": sums.nll / tokens,
+            "z": sums.z / tokens,
+            "grad_norm": optax.global_norm(grads),
+            "lr": jnp.asarray(lr(state.step), jnp.float32),
+            "tokens": sums.tokens,
+        }
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state, jax.random.key_data(rng)), metrics
+
+    return step
