@@ -1,10 +1,15 @@
 """Any attention that returns y, and the XSA projection in float32 behind it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from kernels import reference
+from kernels import blockwise, reference
 from kernels.spec import MaskSpec, Projection
+
+BLOCK = 512
 
 
 def xla(
@@ -18,8 +23,40 @@ def xla(
     softcap: float | None,
     scale: float,
 ) -> jax.Array:
-    """Plain XLA."""
-    return reference.attention(q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, mask, xsa, sinks_H, softcap, scale)
+    """`blockwise`, for every backend that XLA compiles for."""
+    K = k_BSKE.shape[2]
+    sinks_KG = None if sinks_H is None else sinks_H.reshape(K, -1)
+    y_BTKGE = _blockwise(reference.group(q_BTHE, K), k_BSKE, v_BSKE, mask, sinks_KG, softcap, scale)
+    z_BTKGE = y_BTKGE if xsa is None else reference.project(y_BTKGE, v_self_BTKE, xsa)
+    return z_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _blockwise(q_BTKGE, k_BSKE, v_BSKE, mask, sinks_KG, softcap, scale):
+    return blockwise.forward(q_BTKGE, k_BSKE, v_BSKE, mask, sinks_KG, softcap, scale, BLOCK)[0]
+
+
+def _blockwise_fwd(q_BTKGE, k_BSKE, v_BSKE, mask, sinks_KG, softcap, scale):
+    y_BTKGE, lse_BTKG = blockwise.forward(q_BTKGE, k_BSKE, v_BSKE, mask, sinks_KG, softcap, scale, BLOCK)
+    # Saved, these two spare the backward pass of a rematerialised layer a second forward pass of attention.
+    y_BTKGE = checkpoint_name(y_BTKGE, "attention_out")
+    lse_BTKG = checkpoint_name(lse_BTKG, "attention_out")
+    return y_BTKGE, (q_BTKGE, k_BSKE, v_BSKE, mask, sinks_KG, y_BTKGE, lse_BTKG)
+
+
+def _blockwise_bwd(softcap, scale, residuals, dy_BTKGE):
+    q_BTKGE, k_BSKE, v_BSKE, mask, sinks_KG, y_BTKGE, lse_BTKG = residuals
+    dy_BTKGE = dy_BTKGE.astype(q_BTKGE.dtype)
+    # delta must come from the very dy, rounded, that the products below see, or their errors no longer cancel.
+    delta_BTKG = jnp.sum(y_BTKGE * dy_BTKGE, axis=-1)
+    dq, dk, dv = blockwise.backward(q_BTKGE, k_BSKE, v_BSKE, mask, softcap, scale, BLOCK, lse_BTKG, dy_BTKGE, delta_BTKG)
+    dsinks_KG = None
+    if sinks_KG is not None:
+        dsinks_KG = -jnp.sum(jnp.exp(sinks_KG - lse_BTKG) * delta_BTKG, axis=(0, 1)).astype(sinks_KG.dtype)
+    return dq.astype(q_BTKGE.dtype), dk.astype(k_BSKE.dtype), dv.astype(v_BSKE.dtype), None, dsinks_KG
+
+
+_blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
 
 
 def cudnn(

@@ -1,0 +1,170 @@
+"""Attention in plain XLA, block by block, forward and backward: a T x S matrix never exists, and no block that the mask hides is visited.
+
+The method is FlashAttention's (arXiv 2205.14135): an online softmax over key blocks forward; backward, the weights again from
+q, k and the saved log-sum-exp. One `lax.scan` runs over the list of (query block, key block) pairs that the positions leave visible,
+so that causal and windowed masks cost what they show.
+
+Axes beside the package's: N query blocks of t rows, M key blocks of s columns.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kernels.reference import visible
+from kernels.spec import MaskSpec
+
+# A finite start for the running maximum: where a block hides all its keys from a row, exp(-inf - LOWEST) is 0 and not NaN.
+LOWEST = -1e30
+
+
+def forward(
+    q_BTKGE: jax.Array,
+    k_BSKE: jax.Array,
+    v_BSKE: jax.Array,
+    mask: MaskSpec,
+    sinks_KG: jax.Array | None,
+    softcap: float | None,
+    scale: float,
+    block: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns y [B, T, K, G, E] and the log-sum-exp of the scores [B, T, K, G] (sinks included), both in float32 or better."""
+    grid = _Grid(q_BTKGE, k_BSKE, mask, softcap, scale, block)
+    q_NBKGtE, k_MBKsE, v_MBKsE = grid.queries(q_BTKGE), grid.keys(k_BSKE), grid.keys(v_BSKE)
+    wide = jnp.promote_types(q_BTKGE.dtype, jnp.float32)
+
+    m_NBKGt = jnp.full(q_NBKGtE.shape[:-1], LOWEST, wide)
+    l_NBKGt = jnp.zeros_like(m_NBKGt)
+    if sinks_KG is not None:
+        sinks_KG1 = sinks_KG.astype(wide)[:, :, None]
+        m_NBKGt = jnp.maximum(m_NBKGt, sinks_KG1)
+        l_NBKGt = jnp.exp(sinks_KG1 - m_NBKGt)
+
+    def step(carry, pair):
+        acc_NBKGtE, m_NBKGt, l_NBKGt = carry
+        i, j = pair
+        s_BKGts = jnp.where(grid.seen(i, j), grid.scores(q_NBKGtE[i], k_MBKsE[j]), -jnp.inf)
+        m_old = m_NBKGt[i]
+        m_new = jnp.maximum(m_old, s_BKGts.max(-1))
+        p_BKGts = jnp.exp(s_BKGts - m_new[..., None])
+        shrink = jnp.exp(m_old - m_new)
+        acc = acc_NBKGtE[i] * shrink[..., None] + _dot("BKGts,BKsE->BKGtE", p_BKGts.astype(v_BSKE.dtype), v_MBKsE[j])
+        carry = (
+            acc_NBKGtE.at[i].set(acc),
+            m_NBKGt.at[i].set(m_new),
+            l_NBKGt.at[i].set(l_NBKGt[i] * shrink + p_BKGts.sum(-1)),
+        )
+        return carry, None
+
+    (acc_NBKGtE, m_NBKGt, l_NBKGt), _ = lax.scan(step, (jnp.zeros(q_NBKGtE.shape, wide), m_NBKGt, l_NBKGt), grid.pairs)
+    # Only rows that pad the last block can see nothing at all; an infinite log-sum-exp keeps their weights 0 in the backward pass.
+    some = l_NBKGt > 0
+    l_safe = jnp.where(some, l_NBKGt, 1)
+    y_NBKGtE = acc_NBKGtE / l_safe[..., None]
+    lse_NBKGt = jnp.where(some, m_NBKGt + jnp.log(l_safe), jnp.inf)
+    return grid.rows(y_NBKGtE), grid.rows(lse_NBKGt[..., None])[..., 0]
+
+
+def backward(
+    q_BTKGE: jax.Array,
+    k_BSKE: jax.Array,
+    v_BSKE: jax.Array,
+    mask: MaskSpec,
+    softcap: float | None,
+    scale: float,
+    block: int,
+    lse_BTKG: jax.Array,
+    dy_BTKGE: jax.Array,
+    delta_BTKG: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients of q, k and v in float32 or better, for dy in the dtype of q and delta = rowsum(y * dy) of that same dy."""
+    grid = _Grid(q_BTKGE, k_BSKE, mask, softcap, scale, block)
+    q_NBKGtE, k_MBKsE, v_MBKsE, dy_NBKGtE = grid.queries(q_BTKGE), grid.keys(k_BSKE), grid.keys(v_BSKE), grid.queries(dy_BTKGE)
+    lse_NBKGt1 = grid.queries(lse_BTKG[..., None], pad=jnp.inf)
+    delta_NBKGt1 = grid.queries(delta_BTKG[..., None])
+    wide, narrow = lse_BTKG.dtype, q_BTKGE.dtype
+
+    def step(carry, pair):
+        dq_NBKGtE, dk_MBKsE, dv_MBKsE = carry
+        i, j = pair
+        q, k, v, dy = q_NBKGtE[i], k_MBKsE[j], v_MBKsE[j], dy_NBKGtE[i]
+        s_BKGts = grid.scores(q, k)
+        p_BKGts = jnp.where(grid.seen(i, j), jnp.exp(s_BKGts - lse_NBKGt1[i]), 0)
+        ds_BKGts = p_BKGts * (_dot("BKGtE,BKsE->BKGts", dy, v) - delta_NBKGt1[i])
+        if softcap is not None:
+            ds_BKGts *= 1 - (s_BKGts / softcap) ** 2
+        ds_BKGts = (ds_BKGts * scale).astype(narrow)
+        carry = (
+            dq_NBKGtE.at[i].add(_dot("BKGts,BKsE->BKGtE", ds_BKGts, k)),
+            dk_MBKsE.at[j].add(_dot("BKGts,BKGtE->BKsE", ds_BKGts, q)),
+            dv_MBKsE.at[j].add(_dot("BKGts,BKGtE->BKsE", p_BKGts.astype(narrow), dy)),
+        )
+        return carry, None
+
+    zeros = (jnp.zeros(q_NBKGtE.shape, wide), jnp.zeros(k_MBKsE.shape, wide), jnp.zeros(v_MBKsE.shape, wide))
+    (dq_NBKGtE, dk_MBKsE, dv_MBKsE), _ = lax.scan(step, zeros, grid.pairs)
+    return grid.rows(dq_NBKGtE), grid.columns(dk_MBKsE), grid.columns(dv_MBKsE)
+
+
+class _Grid:
+    """How one call is cut into blocks, and what a query block sees of a key block."""
+
+    def __init__(self, q_BTKGE, k_BSKE, mask: MaskSpec, softcap: float | None, scale: float, block: int):
+        self.T, self.S = q_BTKGE.shape[1], k_BSKE.shape[1]
+        self.t, self.s = min(block, self.T), min(block, self.S)
+        self.mask, self.softcap, self.scale = mask, softcap, scale
+        N, M = -(-self.T // self.t), -(-self.S // self.s)
+        i, j = np.divmod(np.arange(N * M, dtype=np.int32), M)
+        # The most and the least that a key of block j can be ahead of a query of block i.
+        least = j * self.s - (self.S - self.T + i * self.t + self.t - 1)
+        most = least + self.s - 1 + self.t - 1
+        active = np.ones(N * M, bool)
+        if mask.causal:
+            active &= least <= 0
+        if mask.window is not None:
+            active &= most > -mask.window
+            if not mask.causal:
+                active &= least < mask.window
+        self.pairs = i[active], j[active]
+        if mask.segment_ids is not None:
+            self.q_ids_NBt = _cut(mask.segment_ids[:, self.S - self.T :], self.t)
+            self.k_ids_MBs = _cut(mask.segment_ids, self.s)
+
+    def queries(self, x_BTKGE: jax.Array, pad: float = 0) -> jax.Array:
+        return _cut(x_BTKGE, self.t, pad).transpose(0, 1, 3, 4, 2, 5)
+
+    def keys(self, x_BSKE: jax.Array) -> jax.Array:
+        return _cut(x_BSKE, self.s).transpose(0, 1, 3, 2, 4)
+
+    def rows(self, x_NBKGtE: jax.Array) -> jax.Array:
+        N, B, K, G, t, E = x_NBKGtE.shape
+        return x_NBKGtE.transpose(1, 0, 4, 2, 3, 5).reshape(B, N * t, K, G, E)[:, : self.T]
+
+    def columns(self, x_MBKsE: jax.Array) -> jax.Array:
+        M, B, K, s, E = x_MBKsE.shape
+        return x_MBKsE.transpose(1, 0, 3, 2, 4).reshape(B, M * s, K, E)[:, : self.S]
+
+    def scores(self, q_BKGtE: jax.Array, k_BKsE: jax.Array) -> jax.Array:
+        s_BKGts = _dot("BKGtE,BKsE->BKGts", q_BKGtE, k_BKsE) * self.scale
+        return s_BKGts if self.softcap is None else self.softcap * jnp.tanh(s_BKGts / self.softcap)
+
+    def seen(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """What query block i sees of key block j: bool, broadcasts to [B, K, G, t, s]."""
+        k_positions = j * self.s + jnp.arange(self.s)
+        seen = visible(self.mask, self.S - self.T + i * self.t + jnp.arange(self.t), k_positions) & (k_positions < self.S)
+        if self.mask.segment_ids is None:
+            return seen
+        return (seen & (self.q_ids_NBt[i][:, :, None] == self.k_ids_MBs[j][:, None, :]))[:, None, None]
+
+
+def _cut(x_BT: jax.Array, size: int, pad: float = 0) -> jax.Array:
+    """[B, T, ...] -> [N, B, size, ...], the last block filled up with `pad`."""
+    B, T, *rest = x_BT.shape
+    N = -(-T // size)
+    x_BT = jnp.pad(x_BT, [(0, 0), (0, N * size - T), *[(0, 0)] * len(rest)], constant_values=pad)
+    return jnp.moveaxis(x_BT.reshape(B, N, size, *rest), 1, 0)
+
+
+def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
