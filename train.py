@@ -1,0 +1,52 @@
+"""Trains one model: python train.py --config configs/xsa_0p7b.py --workdir runs/x [--config.attention.kind=sa ...]
+
+Run the same command again to continue after any kind of stop.
+"""
+
+import pathlib
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from xsa_jax.config import UserError, from_config_dict
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/; --config.a.b=c overrides a field.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: config, metrics, checkpoints.")
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; fields are set as --config.a.b=c")
+    try:
+        config = from_config_dict(CONFIG.value)
+        from xsa_jax.train.loop import train  # after the config is known to be good: this import brings up jax
+
+        train(config, pathlib.Path(WORKDIR.value))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """Absl's parser, with one line in place of a traceback for a config file or field that does not exist."""
+    try:
+        rest = app.parse_flags_with_usage(argv)
+        CONFIG.value.keys()  # a config file that cannot be read says so only when it is used
+        return rest
+    except (AttributeError, KeyError) as error:  # ml_collections names only the unknown part of --config.a.b
+        while isinstance(error.args[0], Exception):
+            error = error.args[0]
+        reason = " ".join(str(error.args[0]).split())
+        given = [arg for arg in argv if arg.startswith("--config.") and any(f"'{part}'" in reason for part in _parts(arg))]
+        sys.exit(f"error: {given[0] if given else '--config'}: unknown field: {reason}")
+    except OSError as error:
+        sys.exit(f"error: --config: {' '.join(str(error).split())}")
+
+
+def _parts(override: str) -> list[str]:
+    return override.split("=")[0].split(".")[1:]
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

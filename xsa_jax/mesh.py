@@ -5,9 +5,10 @@ parallel layout is another table, not another model.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xsa_jax.config import Config, ConfigError
@@ -52,6 +53,14 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 def sharding(mesh: Mesh, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
     """Where an array of `shape` with these logical axes lives."""
     return NamedSharding(mesh, _spec(mesh.shape, axes, shape))
+
+
+def put_batch(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """This process's rows of a batch, as global arrays split over the batch shards."""
+    return {
+        name: jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(RULES["batch"])), rows)
+        for name, rows in batch.items()
+    }
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

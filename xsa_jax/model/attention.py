@@ -54,7 +54,7 @@ class Attention(nnx.Module):
 
         Args:
           x_BTD: normed residual stream.
-          v_first_BTKE: values of layer 0 when `value_residual` is on (anything of that shape in layer 0 itself), else None.
+          v_first_BTKE: values of layer 0 (anything of that shape in layer 0 itself); None turns the value residual off.
           layer: int32 scalar, the index of this layer; it may be traced.
           phases: rotary cosine and sine, each [B or 1, T, 1, E/2].
           segment_ids_BT: int32 documents of each row, or None when a row is one document.
@@ -66,7 +66,7 @@ class Attention(nnx.Module):
         if config.qk_norm:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         q_BTHE, k_BTKE = layers.rotate(q_BTHE, phases), layers.rotate(k_BTKE, phases)
-        if config.value_residual:
+        if v_first_BTKE is not None:
             v_first_BTKE = jnp.where(layer == 0, v_BTKE, v_first_BTKE)
             v_BTKE = v_BTKE + self.value_mix[...].astype(dtype) * (v_first_BTKE - v_BTKE)
 

@@ -88,7 +88,7 @@ class Metrics:
         if self._pending is None:
             return
         (step, device_values), self._pending = self._pending, None
-        values = {name: float(value) for name, value in jax.device_get(dict(device_values)).items()}
+        values: dict[str, Any] = {name: float(value) for name, value in jax.device_get(dict(device_values)).items()}
         self._tokens += values.pop("tokens")
         if not math.isfinite(values["loss"]):
             print(

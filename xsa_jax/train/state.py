@@ -29,11 +29,13 @@ def abstract_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh) -
     def place(leaf, axes):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh, axes, leaf.shape))
 
+    def whole(leaf):
+        return place(leaf, (None,) * leaf.ndim)
+
     shapes = jax.eval_shape(lambda: _fresh(model, tx))
-    whole = lambda leaf: place(leaf, (None,) * leaf.ndim)  # noqa: E731
     return TrainState(
         step=whole(shapes.step),
-        params=jax.tree.map(lambda leaf, axes: place(leaf, axes), shapes.params, model.axes),
+        params=jax.tree.map(place, shapes.params, model.axes),
         opt_state=optax.tree_utils.tree_map_params(tx, place, shapes.opt_state, model.axes, transform_non_params=whole),
         rng=whole(shapes.rng),
     )

@@ -1,0 +1,19 @@
+"""The paper's 1.3B pair, XSA side: how much lower is the loss when attention leaves out the own value?
+
+Command: python train.py --config configs/xsa_1p3b.py --workdir runs/xsa_1p3b
+Result: not yet measured.
+
+Known from the paper (arXiv 2603.09078): 24 layers, context 2048, about 0.5M tokens a step, 200K steps, AdamW with cosine
+decay, a norm after the embedding. Not known, so our stand-in: width, heads and feed-forward (the GPT-3 shape 24 x 2048),
+the GPT-2 vocabulary padded to 50304, learning rate 2e-4, warm-up, betas, weight decay, clip, tied embeddings.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import paper
+
+
+def get_config() -> ConfigDict:
+    config = paper.get_config("1p3b")
+    config.attention.kind = "xsa"
+    return config
