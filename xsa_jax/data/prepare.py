@@ -1,0 +1,217 @@
+"""Makes a token store from text files.
+
+    python -m xsa_jax.data.prepare --input 'fineweb/*.parquet' --tokenizer gpt2 --output tokens/
+
+One job per input file, over worker processes. Each finished file is recorded, so the same command continues after any
+interruption; the result does not depend on the number of workers.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from xsa_jax.config import UserError
+from xsa_jax.data import pool, store, text, tokenizer
+from xsa_jax.data.convert import Job, Settings, token_dtype
+from xsa_jax.data.progress import Progress
+
+
+def prepare(inputs: Sequence[str], output: str | os.PathLike[str], settings: Settings, workers: int = 1) -> dict[str, Any]:
+    """Makes the store, or continues making it, or finds it made. Returns its meta.
+
+    Args:
+      inputs: paths and globs.
+      output: the store's folder.
+      workers: processes; 1 = none beside this one.
+
+    Raises:
+      UserError: on unusable inputs, on a store made with other settings, and on broken text unless it is to be skipped.
+    """
+    if not 0 <= settings.validation_fraction <= 1:
+        raise UserError(f"--validation-fraction {settings.validation_fraction}: expected a number from 0 to 1")
+    if workers < 1:
+        raise UserError(f"--workers {workers}: expected at least 1")
+    folder = Path(output)
+    paths = text.expand(inputs)
+    encoder = tokenizer.load(settings.tokenizer)
+    plan = _plan(paths, encoder, settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        if (folder / store.META).exists():
+            meta = store.read_meta(folder)
+            _check_same(folder, "finished", _plan_of(meta), plan)
+            shutil.rmtree(folder / store.WORK, ignore_errors=True)
+            return meta
+        work = _begin(folder, plan)
+        jobs = [Job(index, path, folder, settings) for index, path in enumerate(paths)]
+        _run(jobs, work, workers)
+        return _finish(folder, jobs, plan, encoder)
+
+
+def _plan(paths: Sequence[Path], encoder: tokenizer.Tokenizer, settings: Settings) -> dict[str, Any]:
+    inputs = [{"name": path.name, "size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns} for path in paths]
+    return {
+        "format": store.FORMAT,
+        "tokenizer": {"name": encoder.name, "fingerprint": encoder.fingerprint},
+        "eot": settings.eot,
+        "validation_fraction": settings.validation_fraction,
+        "on_error": settings.on_error,
+        "inputs": inputs,
+    }
+
+
+def _plan_of(meta: dict[str, Any]) -> dict[str, Any]:
+    made = meta["made"]
+    return {
+        "format": meta["format"],
+        "tokenizer": {key: meta["tokenizer"][key] for key in ("name", "fingerprint")},
+        "eot": meta["eot"],
+        **{key: made[key] for key in ("validation_fraction", "on_error", "inputs")},
+    }
+
+
+def _check_same(folder: Path, state: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    changes = [f"{key} was {old.get(key)!r}, now {new[key]!r}" for key in new if key != "inputs" and old.get(key) != new[key]]
+    was, now = old["inputs"], new["inputs"]
+    if [entry["name"] for entry in was] != [entry["name"] for entry in now]:
+        changes.append(f"the list of inputs had {_names(was)}, now {_names(now)}")
+    else:
+        changes += [
+            f"input {a['name']} changed (it had {_stamp(a)}, now {_stamp(b)})" for a, b in zip(was, now, strict=True) if a != b
+        ]
+    if changes:
+        raise UserError(
+            f"{folder} holds a {state} store made otherwise: {'; '.join(changes)}. "
+            "Use the same command as before, or another --output (or delete the folder)"
+        )
+
+
+def _names(entries: Sequence[dict[str, Any]]) -> str:
+    names = [entry["name"] for entry in entries]
+    return f"{len(names)} files ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+
+
+def _stamp(entry: dict[str, Any]) -> str:
+    return f"{entry['size']} bytes of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(entry['mtime_ns'] / 1e9))}"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    # The kernel drops the lock when its holder dies, however it dies.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"{folder}: another prepare is writing here; wait for it or use another --output") from None
+    finally:
+        os.close(descriptor)
+
+
+def _begin(folder: Path, plan: dict[str, Any]) -> Path:
+    work = folder / store.WORK
+    file = work / "plan.json"
+    if file.exists():
+        _check_same(folder, "half-made", json.loads(file.read_text(encoding="utf-8")), plan)
+    else:
+        strangers = sorted(path.name for path in folder.iterdir() if path.name != store.WORK)
+        if strangers:
+            raise UserError(f"--output {folder}: not empty (it has {', '.join(strangers[:5])}); expected a new folder")
+        work.mkdir(exist_ok=True)
+        store.write_json(file, plan)
+    for leftover in folder.rglob("*.tmp"):
+        leftover.unlink()
+    return work
+
+
+def _record(work: Path, job: Job) -> Path:
+    return work / f"{job.index:05}.json"
+
+
+def _run(jobs: Sequence[Job], work: Path, workers: int) -> None:
+    sizes = {job.index: job.path.stat().st_size for job in jobs}
+    pending = [job for job in jobs if not _record(work, job).exists()]
+    progress = Progress(sum(sizes.values()), sum(sizes[job.index] for job in jobs if job not in pending))
+    with contextlib.closing(progress):
+        for job, result in pool.run(pending, progress, workers):
+            store.write_json(_record(work, job), result)
+
+
+def _finish(folder: Path, jobs: Sequence[Job], plan: dict[str, Any], encoder: tokenizer.Tokenizer) -> dict[str, Any]:
+    work = folder / store.WORK
+    results = [json.loads(_record(work, job).read_text(encoding="utf-8")) for job in jobs]
+    splits = {
+        name: shards
+        for name in ("train", "validation")
+        if (shards := [result["shards"][name] for result in results if name in result["shards"]])
+    }
+    skipped: Counter[str] = Counter()
+    for result in results:
+        skipped.update(result["skipped"])
+    if not splits:
+        raise UserError(f"--input: no document in {_names(plan['inputs'])}; skipped: {dict(skipped) or 'none'}")
+    named = [line for result in results for line in result["named"]]
+    if named:
+        (folder / "skipped.txt").write_text("".join(f"{line}\n" for line in named), encoding="utf-8")
+    if isinstance(encoder, tokenizer.JsonFile):
+        (folder / "tokenizer.json").write_bytes(encoder.json)
+    described = {key: getattr(encoder, key) for key in ("name", "fingerprint", "vocab_size", "eot_id")}
+    made = {key: plan[key] for key in ("validation_fraction", "on_error", "inputs")} | {"skipped": dict(sorted(skipped.items()))}
+    meta = store.write_meta(folder, described, token_dtype(encoder.vocab_size).name, plan["eot"], splits, made)
+    shutil.rmtree(work)
+    return meta
+
+
+def summary(meta: dict[str, Any]) -> str:
+    """The table shown at the end."""
+    rows = [f"{'split':<12}{'documents':>14}{'tokens':>18}{'bytes':>18}{'bytes/token':>13}"]
+    for name, split in meta["splits"].items():
+        ratio = split["bytes"] / split["tokens"]
+        rows.append(f"{name:<12}{split['documents']:>14,}{split['tokens']:>18,}{split['bytes']:>18,}{ratio:>13.3f}")
+    rows += [f"skipped {reason:<20}{count:>14,}" for reason, count in meta["made"]["skipped"].items()]
+    rows.append(f"tokenizer {meta['tokenizer']['name']}, {meta['dtype']}, end of text: {meta['eot']}, hash {meta['hash']}")
+    return "\n".join(rows)
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m xsa_jax.data.prepare", description=__doc__.splitlines()[0])
+    parser.add_argument("--input", nargs="+", required=True, help=f"paths or quoted globs; {' '.join(text.SUFFIXES)}")
+    parser.add_argument("--tokenizer", required=True, help="gpt2, bytes, or the path of a tokenizers JSON file")
+    parser.add_argument("--output", required=True, help="the folder of the store")
+    parser.add_argument(
+        "--validation-fraction", type=float, default=0.005, help="share of documents held out, by hash (%(default)s)"
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: one per core")
+    parser.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="what a broken file or document does (fail)")
+    parser.add_argument("--eot", choices=tuple(store.EOTS_PER_DOCUMENT), default="end", help="end-of-text tokens (%(default)s)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _arguments(argv)
+    settings = Settings(args.tokenizer, args.validation_fraction, args.eot, args.on_error)
+    try:
+        meta = prepare(args.input, args.output, settings, args.workers)
+    except UserError as error:
+        print(f"prepare: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nprepare: interrupted; run the same command again to continue", file=sys.stderr)
+        return 130
+    print(summary(meta))
+    if args.validation_fraction > 0 and "validation" not in meta["splits"]:
+        print("prepare: WARNING: no document fell into the validation split; use a larger --validation-fraction", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

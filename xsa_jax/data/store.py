@@ -1,0 +1,344 @@
+"""The token store: a folder that holds tokenized text, written once and read at random by memory map.
+
+    meta.json                   what it is: tokenizer, policy, counts, hashes; its presence says the store is complete
+    tokenizer.json              only when a `tokenizers` JSON file made it
+    skipped.txt                 only when documents were left out: which and why
+    train/00000.tokens.npy      all documents of one input file end to end, uint16 or uint32 by vocabulary
+    train/00000.starts.npy      uint64, where in that file each document starts
+    validation/...
+
+Any context length reads from the same store. A store does not depend on the machine or on how many workers made it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from xsa_jax.config import UserError
+from xsa_jax.data import tokenizer as tokenizers
+
+FORMAT = 1
+META = "meta.json"
+WORK = "work"  # the folder of an unfinished preparation
+EotPolicy = Literal["end", "start", "both", "none"]
+EOTS_PER_DOCUMENT: Mapping[str, int] = {"end": 1, "start": 1, "both": 2, "none": 0}
+
+
+class TokenStore:
+    """A finished store.
+
+    Attributes:
+      path: its folder.
+      meta: meta.json; see `write_meta` for the fields.
+      hash: of the content, whoever made it and wherever it lies.
+      vocab_size, eot_id: of the tokenizer.
+    """
+
+    def __init__(self, path: Path, meta: dict[str, Any]):
+        self.path = path
+        self.meta = meta
+        self.hash: str = meta["hash"]
+        self.vocab_size: int = meta["tokenizer"]["vocab_size"]
+        self.eot_id: int = meta["tokenizer"]["eot_id"]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "TokenStore":
+        """Opens the store and checks its description and the size of every shard, without reading the tokens.
+
+        Raises:
+          UserError: when there is none, it is unfinished, of another format, or damaged.
+        """
+        folder = Path(path)
+        meta = read_meta(folder)
+        store = cls(folder, meta)
+        for name in meta["splits"]:
+            store.split(name)
+        return store
+
+    def split(self, name: str) -> "Split":
+        """Raises: UserError when the store has no such split."""
+        if name not in self.meta["splits"]:
+            raise UserError(
+                f"{self.path} has no {name!r} split; it has {', '.join(self.meta['splits'])}. It was made with "
+                f"--validation-fraction {self.meta['made']['validation_fraction']}; a small corpus needs a larger one"
+            )
+        return Split(self, name)
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The tokenizer that made the store.
+
+        Raises:
+          UserError: when the installed one is not the same.
+        """
+        copy = self.path / "tokenizer.json"
+        found = tokenizers.load(str(copy) if copy.exists() else self.meta["tokenizer"]["name"])
+        wanted = self.meta["tokenizer"]["fingerprint"]
+        if found.fingerprint != wanted:
+            raise UserError(
+                f"{self.path}: made with tokenizer {found.name!r} of fingerprint {wanted}, here it is {found.fingerprint}"
+            )
+        return found
+
+    def verify(self) -> None:
+        """Reads everything again and compares hashes, counts and the place of every end-of-text token.
+
+        Raises:
+          UserError: naming the first damaged shard.
+        """
+        for name in self.meta["splits"]:
+            for shard in self.split(name).shards:
+                shard.verify(self.meta["eot"], self.eot_id)
+
+
+class Split:
+    """One split as a single run of tokens, whatever the shards.
+
+    Attributes:
+      num_tokens, num_documents: with end-of-text tokens counted.
+      num_bytes: UTF-8 bytes of the documents' text, for bits per byte.
+    """
+
+    def __init__(self, store: TokenStore, name: str):
+        self.store_path = store.path
+        self.store_hash = store.hash
+        self.name = name
+        self.dtype = np.dtype(store.meta["dtype"])
+        self.shards = [Shard(store.path, name, record, self.dtype) for record in store.meta["splits"][name]["shards"]]
+        self.num_tokens = sum(shard.num_tokens for shard in self.shards)
+        self.num_documents = sum(shard.num_documents for shard in self.shards)
+        self.num_bytes = sum(shard.num_bytes for shard in self.shards)
+        self._first = np.cumsum([0] + [shard.num_tokens for shard in self.shards])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A memory map pickles as its whole content; a worker opens the files itself.
+        return _open_split, (self.store_path, self.name)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start to stop - 1 of the split, copied, in the store's dtype.
+
+        Raises:
+          IndexError: when the range leaves the split.
+        """
+        return self._gather(start, stop, lambda shard, base, a, b: shard.tokens[a:b], self.dtype)
+
+    def starts(self, start: int, stop: int) -> np.ndarray:
+        """Positions in [start, stop) at which a document starts, ascending, int64."""
+
+        def of_shard(shard: "Shard", base: int, a: int, b: int) -> np.ndarray:
+            low, high = np.searchsorted(shard.starts, np.array([a, b], np.uint64))
+            return shard.starts[low:high].astype(np.int64) + base
+
+        return self._gather(start, stop, of_shard, np.dtype(np.int64))
+
+    def _gather(self, start: int, stop: int, read: Any, dtype: np.dtype) -> np.ndarray:
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
+        parts = []
+        index = int(np.searchsorted(self._first, start, side="right")) - 1
+        while start < stop:
+            shard, base = self.shards[index], int(self._first[index])
+            end = min(stop, base + shard.num_tokens)
+            parts.append(read(shard, base, start - base, end - base))
+            start, index = end, index + 1
+        return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def _open_split(path: Path, name: str) -> Split:
+    return TokenStore(path, read_meta(path)).split(name)
+
+
+class Shard:
+    """The documents of one input file in one split."""
+
+    def __init__(self, store: Path, split: str, record: Mapping[str, Any], dtype: np.dtype):
+        self.path = store / split / record["name"]
+        self.hash: str = record["hash"]
+        self.num_tokens: int = record["tokens"]
+        self.num_documents: int = record["documents"]
+        self.num_bytes: int = record["bytes"]
+        self.tokens = _map(self.path.with_name(f"{self.path.name}.tokens.npy"), self.num_tokens, dtype)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        return _map(self.path.with_name(f"{self.path.name}.starts.npy"), self.num_documents, np.dtype(np.uint64))
+
+    def verify(self, eot: EotPolicy, eot_id: int) -> None:
+        """Raises: UserError when the content is not what was written."""
+        hashes = [hashlib.blake2b(array.data, digest_size=16) for array in (self.tokens, self.starts)]
+        if shard_hash(*hashes) != self.hash:
+            raise UserError(f"{self.path}: its content changed since it was written; restore it, or prepare the store anew")
+        starts = self.starts.astype(np.int64)
+        found = int(np.count_nonzero(self.tokens == eot_id))
+        wanted = EOTS_PER_DOCUMENT[eot] * self.num_documents
+        last = np.append(starts[1:], self.num_tokens) - 1
+        placed = (eot not in ("start", "both") or (self.tokens[starts] == eot_id).all()) and (
+            eot not in ("end", "both") or (self.tokens[last] == eot_id).all()
+        )
+        if found != wanted or not placed:
+            raise UserError(
+                f"{self.path}: {found} end-of-text tokens in {self.num_documents} documents; expected {wanted}, "
+                f"placed by --eot {eot}. Prepare the store anew"
+            )
+
+
+def _map(path: Path, length: int, dtype: np.dtype) -> np.ndarray:
+    try:
+        array = np.load(path, mmap_mode="r")
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing; restore it, or prepare the store anew") from None
+    except ValueError as error:
+        raise UserError(f"{path}: cut short or not an .npy file ({error}); restore it, or prepare the store anew") from error
+    if array.shape != (length,) or array.dtype != dtype or path.stat().st_size != array.offset + array.nbytes:
+        raise UserError(
+            f"{path}: holds {array.shape} {array.dtype} in {path.stat().st_size} bytes; meta.json expects ({length},) {dtype}. "
+            "Restore it, or prepare the store anew"
+        )
+    return array
+
+
+class ShardWriter:
+    """Writes one shard, in memory bounded by one batch; nothing is visible under its final name before `commit`."""
+
+    def __init__(self, store: Path, split: str, name: str, dtype: np.dtype):
+        folder = store / split
+        folder.mkdir(parents=True, exist_ok=True)
+        self._name = name
+        self._tokens = _NpyWriter(folder / f"{name}.tokens.npy", dtype)
+        self._starts = _NpyWriter(folder / f"{name}.starts.npy", np.dtype(np.uint64))
+        self._num_bytes = 0
+
+    def add(self, documents: Sequence[Sequence[int]], num_bytes: int) -> None:
+        """Appends documents, none of them empty; num_bytes is what their text measures in UTF-8."""
+        if not documents:
+            return
+        lengths = np.array([len(ids) for ids in documents], np.int64)
+        tokens = np.concatenate([np.array(ids, self._tokens.dtype) for ids in documents])
+        starts = self._tokens.length + np.cumsum(lengths) - lengths
+        self._tokens.append(tokens)
+        self._starts.append(starts.astype(np.uint64))
+        self._num_bytes += num_bytes
+
+    def commit(self) -> dict[str, Any] | None:
+        """Makes the shard durable under its final name. Returns its record for meta.json, or None when it has no document."""
+        record = {
+            "name": self._name,
+            "tokens": self._tokens.length,
+            "documents": self._starts.length,
+            "bytes": self._num_bytes,
+            "hash": shard_hash(self._tokens.hash, self._starts.hash),
+        }
+        for writer in (self._tokens, self._starts):
+            writer.close(keep=self._starts.length > 0)
+        return record if self._starts.length else None
+
+
+def shard_hash(*parts: Any) -> str:
+    return hashlib.blake2b(b"".join(part.digest() for part in parts), digest_size=16).hexdigest()
+
+
+class _NpyWriter:
+    """A one-dimensional .npy file that grows; numpy leaves room in the header for the final length."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self.dtype = dtype.newbyteorder("<")
+        self.length = 0
+        self.hash = hashlib.blake2b(digest_size=16)
+        self._path = path
+        self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self._file = open(self._temporary, "wb")  # noqa: SIM115 (lives as long as the writer)
+        self._header()
+
+    def append(self, array: np.ndarray) -> None:
+        data = array.astype(self.dtype, copy=False).data
+        self.hash.update(data)
+        self._file.write(data)
+        self.length += len(array)
+
+    def close(self, keep: bool) -> None:
+        self._file.seek(0)
+        self._header()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if keep:
+            os.replace(self._temporary, self._path)
+            sync_folder(self._path.parent)
+        else:
+            self._temporary.unlink()
+
+    def _header(self) -> None:
+        header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def write_meta(
+    path: Path, tokenizer: dict[str, Any], dtype: str, eot: EotPolicy, splits: Mapping[str, list[Any]], made: dict[str, Any]
+) -> dict[str, Any]:
+    """Finishes a store and returns its meta.
+
+    Args:
+      tokenizer: name, fingerprint, vocab_size, eot_id.
+      splits: the shards' records by split, as `ShardWriter.commit` returned them.
+      made: how it was made (validation_fraction, on_error, inputs, skipped); not part of the hash.
+    """
+    totals = {
+        name: {total: sum(shard[total] for shard in shards) for total in ("tokens", "documents", "bytes")} | {"shards": shards}
+        for name, shards in splits.items()
+    }
+    meta = {"format": FORMAT, "tokenizer": tokenizer, "dtype": dtype, "eot": eot, "splits": totals}
+    meta |= {"hash": _content_hash(meta), "made": made}
+    write_json(path / META, meta)
+    return meta
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Raises: UserError when there is no finished store of this format, or its description is damaged."""
+    file = path / META
+    if not file.exists():
+        if (path / WORK).exists():
+            raise UserError(f"{path}: its preparation did not finish; run the same prepare command again to continue it")
+        raise UserError(f"{path}: no token store here (no {META}); make one with python -m xsa_jax.data.prepare --output {path}")
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+        found = meta["format"]
+        intact = found != FORMAT or meta["hash"] == _content_hash(meta)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: damaged ({error!r}); restore it, or prepare the store anew") from error
+    if found != FORMAT:
+        raise UserError(f"{file}: format {found!r}; this version reads format {FORMAT}. Prepare the store anew")
+    if not intact:
+        raise UserError(f"{file}: was edited or damaged (its hash does not match); restore it, or prepare the store anew")
+    return meta
+
+
+def _content_hash(meta: Mapping[str, Any]) -> str:
+    tokenizer = {key: value for key, value in meta["tokenizer"].items() if key != "name"}
+    content = [meta["format"], tokenizer, meta["dtype"], meta["eot"], meta["splits"]]
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes the file whole or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames inside the folder survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
