@@ -1,0 +1,54 @@
+# Everything a person runs. PYTHON is only used to make the virtual environment; 3.11 or newer.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/installed
+
+DEMO := runs/demo
+# Extra flags of both demo trainings, such as --config.train.num_steps=20 for a quick look.
+DEMO_FLAGS ?=
+
+.PHONY: demo test test-fast lint format lock clean-demo
+
+## Train SA and XSA on text that ships with Python, evaluate both, print and draw the comparison.
+demo: $(READY)
+	$(RUN) -m xsa_jax.data.python_text --output $(DEMO)/text
+	$(RUN) -m xsa_jax.data.prepare --input '$(DEMO)/text/*.parquet' --tokenizer bytes --output $(DEMO)/tokens --validation-fraction 0.05
+	$(RUN) train.py --config configs/demo.py --workdir $(DEMO)/sa --config.data.path=$(DEMO)/tokens --config.attention.kind=sa $(DEMO_FLAGS)
+	$(RUN) train.py --config configs/demo.py --workdir $(DEMO)/xsa --config.data.path=$(DEMO)/tokens --config.attention.kind=xsa $(DEMO_FLAGS)
+	$(RUN) eval.py --run $(DEMO)/sa
+	$(RUN) eval.py --run $(DEMO)/xsa
+	$(RUN) -m xsa_jax.analyze.compare $(DEMO)/sa $(DEMO)/xsa --output $(DEMO)/report
+
+## Forget the demo's runs, so that the next one starts anew.
+clean-demo:
+	rm -rf $(DEMO)
+
+test: $(READY)
+	$(RUN) -m pytest -n auto --dist loadfile
+
+test-fast: $(READY)
+	$(RUN) -m pytest -n auto --dist loadfile -m fast
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(READY)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+## Pin the newest versions that fit pyproject.toml, for every supported Python at once.
+lock: $(READY)
+	$(RUN) -m pip install --quiet uv
+	$(RUN) -m uv pip compile --universal --fork-strategy requires-python --python-version 3.11 --extra dev \
+	  --no-header --no-annotate --upgrade pyproject.toml --output-file requirements.lock
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); xsa_jax needs 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --requirement requirements.lock
+	$(RUN) -m pip install --quiet --no-deps --editable .
+	touch $@
