@@ -5,6 +5,7 @@ of (seed, position) alone; the whole state of a loader is the number of batches 
 """
 
 import hashlib
+import itertools
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -50,14 +51,15 @@ class Loader:
       split: "train" or "validation".
       seq_len: T; rows have T + 1 tokens.
       batch_size: rows per step over all processes.
-      seed: of the order; used only when `shuffle`.
+      seed: of the shuffled order.
       documents: "isolate" adds segment ids, "ignore" does not.
-      shuffle: a new global order every epoch, without end; otherwise one pass in order.
-      workers: processes that read ahead; 0 = threads of this one.
+      max_rows: None shuffles globally, anew every epoch, without end; a number makes one pass in order over at most so many rows.
+      workers: processes that read ahead; 0 = a thread of this one.
 
     Attributes:
-      num_rows: rows per epoch.
-      num_batches: steps of one pass, None when endless. The rows of an incomplete last batch are left out of a pass.
+      num_rows: rows of an epoch, or of the pass.
+      num_batches: of the pass, the same for every process; None when endless.
+      local_batch_size: rows of a full batch of this process.
 
     Raises:
       UserError: when the split is too small, or the batch does not divide over the processes.
@@ -72,7 +74,7 @@ class Loader:
         batch_size: int,
         seed: int = 0,
         documents: Literal["ignore", "isolate"] = "ignore",
-        shuffle: bool = True,
+        max_rows: int | None = None,
         shard_index: int = 0,
         shard_count: int = 1,
         workers: int = 0,
@@ -83,15 +85,16 @@ class Loader:
             raise UserError(f"data.batch_size={batch_size}: expected a positive multiple of the {shard_count} processes")
         tokens = store.split(split)
         rows = _Rows(tokens, seq_len, documents == "isolate")
-        self.num_rows = len(rows)
-        if self.num_rows < (1 if shuffle else batch_size):
+        self.num_rows = len(rows) if max_rows is None else min(max_rows, len(rows))
+        if self.num_rows < 1:
             raise UserError(
-                f"the {split} split of {store.path} has {tokens.num_tokens} tokens, {self.num_rows} rows of data.seq_len={seq_len} "
-                f"+ 1; expected at least {1 if shuffle else batch_size}. Prepare more text, or lower seq_len or the batch size"
+                f"the {split} split of {store.path} has {tokens.num_tokens} tokens; expected at least the {seq_len + 1} of one row "
+                f"of data.seq_len={seq_len}. Prepare more text, or lower data.seq_len"
             )
         if self.num_rows >= _MOST_ROWS:
             raise UserError(f"the {split} split of {store.path} has {self.num_rows} rows; expected fewer than {_MOST_ROWS}")
-        self.num_batches = None if shuffle else self.num_rows // batch_size
+        self.num_batches = None if max_rows is None else -(-self.num_rows // batch_size)
+        self.local_batch_size = batch_size // shard_count
         self._workers = workers
         self._identity = {
             "store": store.hash,
@@ -100,14 +103,12 @@ class Loader:
             "seq_len": seq_len,
             "batch_size": batch_size,
             "documents": documents,
-            "shuffle": shuffle,
+            "max_rows": max_rows,
         }
-        order = grain.MapDataset.source(rows)
-        if shuffle:
-            order = order.shuffle(seed=_spread(seed)).repeat()
-        self._batches = order[shard_index::shard_count].batch(batch_size // shard_count, drop_remainder=True)
-        if self.num_batches is not None:
-            self._batches = self._batches[: self.num_batches]
+        source = grain.MapDataset.source(rows)
+        order = source.shuffle(seed=_spread(seed)).repeat() if max_rows is None else source[: self.num_rows]
+        self._batches = order[shard_index::shard_count].batch(self.local_batch_size)
+        self._empty = {name: array[:0] for name, array in source[:1].batch(1)[0].items()}
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint stores to continue after `step` batches; plain values of constant size."""
@@ -132,7 +133,8 @@ class Loader:
         """Yields batches start, start + 1, ... without reading those before. Closing the iterator ends its workers.
 
         Each is {"tokens": int32 [B/n, T+1]} and, with documents="isolate", {"segment_ids": int32 [B/n, T+1]}, the number of
-        document starts before each token inside its row.
+        document starts before each token inside its row. The last batch of a pass may have fewer rows, even none where other
+        processes still have some, so that all take the same number of steps.
         """
         dataset = self._batches[start:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
         if self._workers:
@@ -144,11 +146,13 @@ class Loader:
             dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=2))
         iterator = iter(dataset)
         try:
-            with spawn.without_jax():
-                batch = next(iterator, None)
-            while batch is not None:
+            for step in itertools.count(start) if self.num_batches is None else range(start, self.num_batches):
+                if step == start:
+                    with spawn.without_jax():  # Grain starts its workers at the first batch
+                        batch = next(iterator, self._empty)
+                else:
+                    batch = next(iterator, self._empty)
                 yield batch
-                batch = next(iterator, None)
         finally:
             iterator.close()
 

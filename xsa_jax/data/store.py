@@ -37,13 +37,14 @@ class TokenStore:
       path: its folder.
       meta: meta.json; see `write_meta` for the fields.
       hash: of the content, whoever made it and wherever it lies.
-      vocab_size, eot_id: of the tokenizer.
+      tokenizer_name, vocab_size, eot_id: of the tokenizer.
     """
 
     def __init__(self, path: Path, meta: dict[str, Any]):
         self.path = path
         self.meta = meta
         self.hash: str = meta["hash"]
+        self.tokenizer_name: str = meta["tokenizer"]["name"]
         self.vocab_size: int = meta["tokenizer"]["vocab_size"]
         self.eot_id: int = meta["tokenizer"]["eot_id"]
 
@@ -77,7 +78,7 @@ class TokenStore:
           UserError: when the installed one is not the same.
         """
         copy = self.path / "tokenizer.json"
-        found = tokenizers.load(str(copy) if copy.exists() else self.meta["tokenizer"]["name"])
+        found = tokenizers.load(str(copy) if copy.exists() else self.tokenizer_name)
         wanted = self.meta["tokenizer"]["fingerprint"]
         if found.fingerprint != wanted:
             raise UserError(
@@ -101,7 +102,8 @@ class Split:
 
     Attributes:
       num_tokens, num_documents: with end-of-text tokens counted.
-      num_bytes: UTF-8 bytes of the documents' text, for bits per byte.
+      num_bytes: UTF-8 bytes of the documents' text.
+      bytes_per_token: their mean, which turns nats per token into bits per byte.
     """
 
     def __init__(self, store: TokenStore, name: str):
@@ -113,6 +115,7 @@ class Split:
         self.num_tokens = sum(shard.num_tokens for shard in self.shards)
         self.num_documents = sum(shard.num_documents for shard in self.shards)
         self.num_bytes = sum(shard.num_bytes for shard in self.shards)
+        self.bytes_per_token = self.num_bytes / self.num_tokens
         self._first = np.cumsum([0] + [shard.num_tokens for shard in self.shards])
 
     def __reduce__(self) -> tuple[Any, ...]:
