@@ -6,6 +6,7 @@ Defaults live in `configs/base.py` alone, so these classes have none.
 """
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -300,6 +301,7 @@ def _check(config: Config) -> None:
         f"attention.num_heads={attention.num_heads}: expected a multiple of attention.num_kv_heads={attention.num_kv_heads}",
     )
     need(attention.head_dim % 2 == 0, f"attention.head_dim={attention.head_dim}: expected an even number (RoPE rotates pairs)")
+    need(math.isfinite(attention.xsa.alpha), f"attention.xsa.alpha={attention.xsa.alpha}: expected a finite number")
     need(
         attention.xsa.strength == "fixed" or attention.xsa.alpha == 1.0,
         f"attention.xsa.alpha={attention.xsa.alpha} has no effect with "
