@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from configs import base
 from xsa_jax.config import Config, flatten, from_config_dict
-from xsa_jax.mesh import make_mesh, sharding
+from xsa_jax.mesh import Axes, make_mesh
+from xsa_jax.model.transformer import Model, Params
 
 REPO = pathlib.Path(__file__).resolve().parents[1]
 SHARED_DATA = REPO / ".." / "shared" / "data"
@@ -65,14 +67,21 @@ def random_batch(config: Config, seed: int = 0, documents: int = 1) -> dict[str,
     return batch
 
 
+def random_params(model: Model, seed: int = 0) -> Params:
+    """Parameters of the right shapes without the wait for `Model.init` to compile. Gates, sinks and scales are random too, so
+    that no test passes only because they start at 0 or 1."""
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.Array:
+        matrix = sum(axis != "layers" for axis in axes) > 1
+        return jnp.asarray(rng.normal(0.0 if matrix else 0.5, 0.2, leaf.shape), leaf.dtype)
+
+    return jax.tree.map(draw, model.abstract_params, model.axes)
+
+
 def mesh_of(config: Config, devices: int = 1) -> Mesh:
     """The config's mesh over the first of the eight fake devices."""
     return make_mesh(config, jax.devices()[:devices])
-
-
-def put(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """A batch on the devices, rows over the batch axes."""
-    return {name: jax.device_put(x, sharding(mesh, ("batch", None), x.shape)) for name, x in batch.items()}
 
 
 def assert_trees_equal(actual: Any, expected: Any) -> None:
@@ -99,5 +108,5 @@ def _paired(actual: Any, expected: Any) -> list[tuple[str, np.ndarray, np.ndarra
 
 def subprocess_env(devices: int = 1, **more: str) -> dict[str, str]:
     """The environment for another Python process: this repository importable, the CPU, and that many fake devices."""
-    flags = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(REPO), **more}
