@@ -1,5 +1,6 @@
 """One input file -> its shard of each split, by one worker."""
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable
@@ -54,27 +55,31 @@ def convert(job: Job, report: Report) -> dict[str, Any]:
     dtype = token_dtype(encoder.vocab_size)
     before = [encoder.eot_id] if settings.eot in ("start", "both") else []
     after = [encoder.eot_id] if settings.eot in ("end", "both") else []
-    writers = {name: store.ShardWriter(job.output, name, f"{job.index:05}", dtype) for name in ("train", "validation")}
     reader = text.Reader(job.path, settings.on_error)
     read = 0.0
-    for documents in reader.batches():
-        encoded: dict[str, list[list[int]]] = {name: [] for name in writers}
-        sizes = dict.fromkeys(writers, 0)
-        for document, ids in zip(documents, encoder.encode_batch(documents), strict=True):
-            if not ids:
-                reader.skipped["empty"] += 1  # a normalizer may drop every character
-                continue
-            if encoder.eot_id in ids:
-                raise UserError(f"tokenizer {encoder.name!r} made end-of-text of the text {document[:80]!r} in {job.path}")
-            data = document.encode()
-            name = "validation" if _in_validation(data, settings.validation_fraction) else "train"
-            encoded[name].append(before + ids + after)
-            sizes[name] += len(data)
-        for name, writer in writers.items():
-            writer.add(encoded[name], sizes[name])
-        report(sum(len(ids) for name in writers for ids in encoded[name]), reader.fraction - read)
-        read = reader.fraction
-    shards = {name: record for name, writer in writers.items() if (record := writer.commit())}
+    with contextlib.ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(store.ShardWriter(job.output, name, f"{job.index:05}", dtype))
+            for name in ("train", "validation")
+        }
+        for documents in reader.batches():
+            encoded: dict[str, list[list[int]]] = {name: [] for name in writers}
+            sizes = dict.fromkeys(writers, 0)
+            for document, ids in zip(documents, encoder.encode_batch(documents), strict=True):
+                if not ids:
+                    reader.skipped["empty"] += 1  # a normalizer may drop every character
+                    continue
+                if encoder.eot_id in ids:
+                    raise UserError(f"tokenizer {encoder.name!r} made end-of-text of the text {document[:80]!r} in {job.path}")
+                data = document.encode()
+                name = "validation" if _in_validation(data, settings.validation_fraction) else "train"
+                encoded[name].append(before + ids + after)
+                sizes[name] += len(data)
+            for name, writer in writers.items():
+                writer.add(encoded[name], sizes[name])
+            report(sum(len(ids) for name in writers for ids in encoded[name]), reader.fraction - read)
+            read = reader.fraction
+        shards = {name: record for name, writer in writers.items() if (record := writer.commit())}
     return {"shards": shards, "skipped": dict(sorted(reader.skipped.items())), "named": reader.named}
 
 

@@ -146,13 +146,11 @@ class Loader:
             dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=2))
         iterator = iter(dataset)
         try:
+            with spawn.without_jax():
+                batch = next(iterator, self._empty)
+                iterator.get_state()  # the first batch starts the workers; this waits until all are started
             for step in itertools.count(start) if self.num_batches is None else range(start, self.num_batches):
-                if step == start:
-                    with spawn.without_jax():  # Grain starts its workers at the first batch
-                        batch = next(iterator, self._empty)
-                else:
-                    batch = next(iterator, self._empty)
-                yield batch
+                yield batch if step == start else next(iterator, self._empty)
         finally:
             iterator.close()
 

@@ -80,7 +80,10 @@ def _plan_of(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_same(folder: Path, state: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    changes = [f"{key} was {old.get(key)!r}, now {new[key]!r}" for key in new if key != "inputs" and old.get(key) != new[key]]
+    # What "fail" let through holds no broken document, so "skip" would have written the same.
+    same = {"on_error"} if new["on_error"] == "skip" else set()
+    fields = [key for key in new if key != "inputs" and key not in same]
+    changes = [f"{key} was {old.get(key)!r}, now {new[key]!r}" for key in fields if old.get(key) != new[key]]
     was, now = old["inputs"], new["inputs"]
     if [entry["name"] for entry in was] != [entry["name"] for entry in now]:
         changes.append(f"the list of inputs had {_names(was)}, now {_names(now)}")
@@ -118,37 +121,45 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _begin(folder: Path, plan: dict[str, Any]) -> Path:
+    """Starts the folder of an unfinished preparation, or checks that what it holds may be continued."""
     work = folder / store.WORK
     file = work / "plan.json"
     if file.exists():
-        _check_same(folder, "half-made", json.loads(file.read_text(encoding="utf-8")), plan)
+        old = json.loads(file.read_text(encoding="utf-8"))
+        # An input that is still to be read may be mended.
+        inputs = zip(old["inputs"], plan["inputs"], strict=False)
+        unread = [
+            now if was["name"] == now["name"] and not _record(work, index).exists() else was
+            for index, (was, now) in enumerate(inputs)
+        ]
+        _check_same(folder, "half-made", old | {"inputs": unread + old["inputs"][len(unread) :]}, plan)
     else:
         strangers = sorted(path.name for path in folder.iterdir() if path.name != store.WORK)
         if strangers:
             raise UserError(f"--output {folder}: not empty (it has {', '.join(strangers[:5])}); expected a new folder")
         work.mkdir(exist_ok=True)
-        store.write_json(file, plan)
+    store.write_json(file, plan)
     for leftover in folder.rglob("*.tmp"):
         leftover.unlink()
     return work
 
 
-def _record(work: Path, job: Job) -> Path:
-    return work / f"{job.index:05}.json"
+def _record(work: Path, index: int) -> Path:
+    return work / f"{index:05}.json"
 
 
 def _run(jobs: Sequence[Job], work: Path, workers: int) -> None:
     sizes = {job.index: job.path.stat().st_size for job in jobs}
-    pending = [job for job in jobs if not _record(work, job).exists()]
+    pending = [job for job in jobs if not _record(work, job.index).exists()]
     progress = Progress(sum(sizes.values()), sum(sizes[job.index] for job in jobs if job not in pending))
     with contextlib.closing(progress):
         for job, result in pool.run(pending, progress, workers):
-            store.write_json(_record(work, job), result)
+            store.write_json(_record(work, job.index), result)
 
 
 def _finish(folder: Path, jobs: Sequence[Job], plan: dict[str, Any], encoder: tokenizer.Tokenizer) -> dict[str, Any]:
     work = folder / store.WORK
-    results = [json.loads(_record(work, job).read_text(encoding="utf-8")) for job in jobs]
+    results = [json.loads(_record(work, job.index).read_text(encoding="utf-8")) for job in jobs]
     splits = {
         name: shards
         for name in ("train", "validation")

@@ -195,7 +195,7 @@ def _map(path: Path, length: int, dtype: np.dtype) -> np.ndarray:
         array = np.load(path, mmap_mode="r")
     except FileNotFoundError:
         raise UserError(f"{path}: missing; restore it, or prepare the store anew") from None
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise UserError(f"{path}: cut short or not an .npy file ({error}); restore it, or prepare the store anew") from error
     if array.shape != (length,) or array.dtype != dtype or path.stat().st_size != array.offset + array.nbytes:
         raise UserError(
@@ -206,7 +206,7 @@ def _map(path: Path, length: int, dtype: np.dtype) -> np.ndarray:
 
 
 class ShardWriter:
-    """Writes one shard, in memory bounded by one batch; nothing is visible under its final name before `commit`."""
+    """Writes one shard, in memory bounded by one batch; without a `commit`, leaving the context leaves nothing behind."""
 
     def __init__(self, store: Path, split: str, name: str, dtype: np.dtype):
         folder = store / split
@@ -215,6 +215,13 @@ class ShardWriter:
         self._tokens = _NpyWriter(folder / f"{name}.tokens.npy", dtype)
         self._starts = _NpyWriter(folder / f"{name}.starts.npy", np.dtype(np.uint64))
         self._num_bytes = 0
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for writer in (self._tokens, self._starts):
+            writer.close(keep=False)
 
     def add(self, documents: Sequence[Sequence[int]], num_bytes: int) -> None:
         """Appends documents, none of them empty; num_bytes is what their text measures in UTF-8."""
@@ -264,6 +271,8 @@ class _NpyWriter:
         self.length += len(array)
 
     def close(self, keep: bool) -> None:
+        if self._file.closed:
+            return
         self._file.seek(0)
         self._header()
         self._file.flush()

@@ -76,7 +76,7 @@ class Reader:
     def _reject(self, reason: str, where: str, detail: object, count: int = 1) -> None:
         message = f"{self.path}: {where}: {detail}"
         if self.on_error == "fail" and reason != "empty":
-            raise UserError(f"{message}. Mend or remove it, or leave it out with --on-error skip")
+            raise UserError(f"{message}. Mend it, or leave it out with --on-error skip")
         self.skipped[reason] += count
         if len(self.named) < NAMED_MOST:
             self.named.append(message)
@@ -125,9 +125,9 @@ class Reader:
     def _json_lines(self) -> Iterator[list[str]]:
         size = max(self.path.stat().st_size, 1)
         line = 0
+        documents: list[str] = []
         try:
             with open(self.path, "rb") as raw, _decompress(raw, self.path) as lines:
-                documents: list[str] = []
                 for line, data in enumerate(lines, 1):
                     text = self._json_text(data, line)
                     if text is not None:
@@ -136,9 +136,9 @@ class Reader:
                         self.fraction = raw.tell() / size
                         yield documents
                         documents = []
-                yield documents
         except (pa.ArrowException, OSError) as error:
             self._reject("unreadable_file", f"after line {line}", f"truncated or corrupt: {_first_line(error)}")
+        yield documents
 
     def _json_text(self, data: bytes, line: int) -> str | None:
         where = f"line {line}"
@@ -168,7 +168,7 @@ def _decompress(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
     compression = _COMPRESSION.get(path.suffix)
     # pyarrow's streams, unlike the zstandard package's, notice a frame that was cut short.
     stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, "r"), compression) if compression else raw
-    return io.BufferedReader(stream, 1 << 20)
+    return io.BufferedReader(stream, 1 << 16)  # also what a truncated file may lose beyond the cut
 
 
 def _first_line(error: Exception) -> str:

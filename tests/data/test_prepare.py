@@ -1,0 +1,301 @@
+import collections
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.data.helpers import documents, files_of, settings, text_store, words, write_json_lines, write_parquet
+from tests.helpers import subprocess_env
+from xsa_jax.config import UserError
+from xsa_jax.data.prepare import main, prepare
+from xsa_jax.data.store import TokenStore
+
+
+def command(pattern, output, *more):
+    return [
+        sys.executable,
+        "-m",
+        "xsa_jax.data.prepare",
+        "--input",
+        str(pattern),
+        "--tokenizer",
+        "bytes",
+        "--output",
+        str(output),
+        *more,
+    ]
+
+
+@pytest.fixture
+def texts_folder(tmp_path):
+    """Three files, one of them without a document for the validation split's sake."""
+    for index in range(3):
+        write_json_lines(tmp_path / f"{index}.jsonl", words(40, seed=index))
+    return tmp_path
+
+
+def begin(folder, **chosen):
+    """An interrupted preparation: the first of two files is done, the second is broken."""
+    write_json_lines(folder / "0.jsonl", words(5))
+    (folder / "1.jsonl").write_bytes(b"not JSON\n")
+    with pytest.raises(UserError, match=r"1\.jsonl: line 1"):
+        prepare([str(folder / "*.jsonl")], folder / "store", settings(**chosen))
+
+
+@pytest.mark.fast
+def test_every_document_is_in_exactly_one_split_as_its_text_decides(tmp_path):
+    texts = words(400)
+    one = text_store(tmp_path / "one", texts, files=1, validation_fraction=0.3)
+    many = text_store(tmp_path / "many", texts[::-1], files=3, validation_fraction=0.3)
+    decode = one.tokenizer().decode
+    found = {name: sorted(decode(ids[:-1]) for ids in documents(one, name)) for name in ("train", "validation")}
+    assert sorted(found["train"] + found["validation"]) == sorted(texts)
+    assert 80 < len(found["validation"]) < 160
+    assert sorted(decode(ids[:-1]) for ids in documents(many, "validation")) == found["validation"]
+    larger = text_store(tmp_path / "larger", texts, validation_fraction=0.5)
+    assert set(found["validation"]) < {decode(ids[:-1]) for ids in documents(larger, "validation")}
+
+
+def test_copies_of_a_document_stay_on_one_side(tmp_path):
+    store = text_store(tmp_path, words(50) * 3, files=3, validation_fraction=0.5)
+    sides = [collections.Counter(map(tuple, documents(store, name))) for name in ("train", "validation")]
+    assert set(sides[0]).isdisjoint(sides[1])
+    assert set((sides[0] + sides[1]).values()) == {3}
+
+
+def test_workers_change_no_byte(texts_folder):
+    pattern = texts_folder / "*.jsonl"
+    prepare([str(pattern)], texts_folder / "one", settings(validation_fraction=0.1), workers=1)
+    prepare([str(pattern)], texts_folder / "two", settings(validation_fraction=0.1), workers=2)
+    assert files_of(texts_folder / "one") == files_of(texts_folder / "two")
+    assert {name.split("/")[0] for name in files_of(texts_folder / "one")} == {"meta.json", "train", "validation"}
+
+
+def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path):
+    for index in range(10):
+        write_json_lines(tmp_path / f"{index}.jsonl", words(40, seed=index) * 150)
+    run = command(tmp_path / "*.jsonl", tmp_path / "killed", "--workers", "2", "--validation-fraction", "0.1")
+    process = subprocess.Popen(run, env=subprocess_env())
+    while not (tmp_path / "killed" / "work" / "00000.json").exists():
+        assert process.poll() is None, "finished before it could be killed"
+        time.sleep(0.002)
+    workers = children(process.pid)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "killed" / "meta.json").exists()
+    with pytest.raises(UserError, match="did not finish"):
+        TokenStore.open(tmp_path / "killed")
+    done = (tmp_path / "killed" / "train" / "00000.tokens.npy").stat().st_mtime_ns
+    assert workers
+    wait_until(lambda: not any(alive(worker) for worker in workers), "workers outlived their parent")
+
+    subprocess.run(run, env=subprocess_env(), check=True, capture_output=True)
+    assert (tmp_path / "killed" / "train" / "00000.tokens.npy").stat().st_mtime_ns == done
+    prepare([str(tmp_path / "*.jsonl")], tmp_path / "straight", settings(validation_fraction=0.1))
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "straight")
+
+
+def children(pid):
+    tasks = f"/proc/{pid}/task/{pid}/children"
+    if not os.path.exists(tasks):
+        pytest.skip("needs Linux's list of child processes")
+    with open(tasks) as file:
+        return [int(child) for child in file.read().split()]
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, message):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.05)
+
+
+def test_interrupted_by_ctrl_c_it_says_how_to_continue(tmp_path):
+    for index in range(4):
+        write_json_lines(tmp_path / f"{index}.jsonl", words(40, seed=index) * 400)
+    run = command(tmp_path / "*.jsonl", tmp_path / "out", "--workers", "2")
+    process = subprocess.Popen(run, env=subprocess_env(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_until((tmp_path / "out" / "train").exists, "did not start")
+    os.killpg(process.pid, signal.SIGINT)
+    error = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert error.strip() == "prepare: interrupted; run the same command again to continue"
+
+
+def test_a_broken_input_can_be_mended_or_skipped_without_starting_over(tmp_path):
+    begin(tmp_path)
+    assert not list((tmp_path / "store").rglob("*.tmp"))
+    done = (tmp_path / "store" / "train" / "00000.tokens.npy").stat().st_mtime_ns
+    shutil.copytree(tmp_path / "store", tmp_path / "other")
+    prepare([str(tmp_path / "*.jsonl")], tmp_path / "other", settings(on_error="skip"))
+    assert TokenStore.open(tmp_path / "other").meta["made"]["skipped"] == {"not_json": 1}
+    (tmp_path / "1.jsonl").write_text('{"text": "mended by hand"}\n')
+    prepare([str(tmp_path / "*.jsonl")], tmp_path / "store", settings())
+    assert TokenStore.open(tmp_path / "store").split("train").num_documents == 6
+    assert (tmp_path / "store" / "train" / "00000.tokens.npy").stat().st_mtime_ns == done
+
+
+@pytest.mark.fast
+def test_an_input_that_changed_after_it_was_read_is_refused(tmp_path):
+    begin(tmp_path)
+    write_json_lines(tmp_path / "0.jsonl", words(6))
+    with pytest.raises(UserError, match=r"half-made.*input 0\.jsonl changed \(it had \d+ bytes of .*, now \d+ bytes of"):
+        prepare([str(tmp_path / "*.jsonl")], tmp_path / "store", settings())
+    store = text_store(tmp_path / "finished", words(3))
+    write_json_lines(tmp_path / "finished" / "0.jsonl", words(4))
+    with pytest.raises(UserError, match=r"finished.*input 0\.jsonl changed"):
+        prepare([str(tmp_path / "finished" / "*.jsonl")], store.path, settings())
+
+
+def test_a_store_with_skipped_documents_is_not_one_without(tmp_path):
+    write_json_lines(tmp_path / "0.jsonl", ["one", b"{"])
+    prepare([str(tmp_path / "*.jsonl")], tmp_path / "store", settings(on_error="skip"))
+    with pytest.raises(UserError, match="on_error was 'skip', now 'fail'"):
+        prepare([str(tmp_path / "*.jsonl")], tmp_path / "store", settings())
+
+
+def test_a_failure_in_a_worker_is_the_same_error(tmp_path):
+    write_json_lines(tmp_path / "0.jsonl", words(5))
+    (tmp_path / "1.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(UserError, match=r"1\.jsonl: line 1: not UTF-8"):
+        prepare([str(tmp_path / "*.jsonl")], tmp_path / "store", settings(), workers=2)
+
+
+CHANGES = [
+    ({"eot": "start"}, "eot was 'end', now 'start'"),
+    ({"validation_fraction": 0.5}, "validation_fraction was 0.0, now 0.5"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_a_changed_setting_is_refused_before_and_after_the_end(tmp_path, change, message):
+    begin(tmp_path)
+    with pytest.raises(UserError, match=f"half-made store made otherwise: {re.escape(message)}"):
+        prepare([str(tmp_path / "*.jsonl")], tmp_path / "store", settings(**change))
+    store = text_store(tmp_path / "finished", words(3))
+    before = files_of(store.path)
+    with pytest.raises(UserError, match=f"finished store made otherwise: {re.escape(message)}"):
+        prepare([str(tmp_path / "finished" / "*.jsonl")], store.path, settings(**change))
+    assert files_of(store.path) == before
+
+
+def test_another_list_of_inputs_is_refused(tmp_path):
+    store = text_store(tmp_path, words(3))
+    write_json_lines(tmp_path / "more.jsonl", words(2))
+    with pytest.raises(UserError, match=r"inputs had 1 files \(0\.jsonl\), now 2 files \(0\.jsonl, more\.jsonl\)"):
+        prepare([str(tmp_path / "*.jsonl")], store.path, settings())
+
+
+def test_another_tokenizer_is_refused(tmp_path, monkeypatch):
+    store = text_store(tmp_path, words(3))
+    monkeypatch.setattr("xsa_jax.data.tokenizer.Bytes.fingerprint", "another")
+    with pytest.raises(UserError, match=r"tokenizer was .*utf8-bytes-eot256.* now .*another"):
+        prepare([str(tmp_path / "*.jsonl")], store.path, settings())
+
+
+def test_a_finished_store_is_found_and_left_alone(tmp_path):
+    store = text_store(tmp_path, words(3))
+    before = {path: path.stat().st_mtime_ns for path in store.path.rglob("*")}
+    assert prepare([str(tmp_path / "*.jsonl")], store.path, settings()) == store.meta
+    assert {path: path.stat().st_mtime_ns for path in store.path.rglob("*")} == before
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path):
+    write_json_lines(tmp_path / "0.jsonl", words(3))
+    with pytest.raises(UserError, match=r"not empty \(it has 0\.jsonl\)"):
+        prepare([str(tmp_path / "0.jsonl")], tmp_path, settings())
+
+
+def test_two_at_once_are_refused(tmp_path):
+    import fcntl
+
+    write_json_lines(tmp_path / "0.jsonl", words(3))
+    (tmp_path / "store").mkdir()
+    descriptor = os.open(tmp_path / "store", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(UserError, match="another prepare is writing here"):
+            prepare([str(tmp_path / "0.jsonl")], tmp_path / "store", settings())
+    finally:
+        os.close(descriptor)
+    prepare([str(tmp_path / "0.jsonl")], tmp_path / "store", settings())
+
+
+def test_skips_by_reason_and_names_what_it_skipped(tmp_path, capsys):
+    write_json_lines(tmp_path / "a.jsonl", ["one", "", b"{", "two"])
+    (tmp_path / "b.parquet").write_bytes(b"nothing like it")
+    write_parquet(tmp_path / "c.parquet", ["three"])
+    arguments = ["--input", str(tmp_path / "*.*"), "--tokenizer", "bytes", "--output", str(tmp_path / "store")]
+    assert main([*arguments, "--on-error", "skip", "--workers", "1", "--validation-fraction", "0"]) == 0
+    store = TokenStore.open(tmp_path / "store")
+    assert [store.tokenizer().decode(ids[:-1]) for ids in documents(store)] == ["one", "two", "three"]
+    assert store.meta["made"]["skipped"] == {"empty": 1, "not_json": 1, "unreadable_file": 1}
+    named = (tmp_path / "store" / "skipped.txt").read_text().splitlines()
+    assert [re.search(r"([abc]\.\w+: \w+ \d|b.parquet)", line).group() for line in named] == [
+        "a.jsonl: line 2",
+        "a.jsonl: line 3",
+        "b.parquet",
+    ]
+    table = capsys.readouterr().out
+    for part in (r"train +3 +14 +11", "skipped empty +1", "skipped not_json +1", "skipped unreadable_file +1", store.hash):
+        assert re.search(part, table)
+
+
+@pytest.mark.fast
+def test_nothing_at_all_is_an_error(tmp_path):
+    write_json_lines(tmp_path / "0.jsonl", ["", " "])
+    with pytest.raises(UserError, match=r"no document in 1 files \(0\.jsonl\); skipped: \{'empty': 2\}"):
+        prepare([str(tmp_path / "0.jsonl")], tmp_path / "store", settings())
+
+
+def test_an_empty_validation_split_is_a_warning(tmp_path, capsys):
+    write_json_lines(tmp_path / "0.jsonl", words(3))
+    arguments = [
+        "--input",
+        str(tmp_path / "0.jsonl"),
+        "--tokenizer",
+        "bytes",
+        "--output",
+        str(tmp_path / "store"),
+        "--workers",
+        "1",
+    ]
+    assert main([*arguments, "--validation-fraction", "1e-9"]) == 0
+    assert "WARNING: no document fell into the validation split" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--validation-fraction", "2"], "--validation-fraction 2.0: expected"),
+        (["--workers", "0"], "--workers 0: expected at least 1"),
+    ],
+)
+def test_bad_arguments(tmp_path, capsys, arguments, message):
+    write_json_lines(tmp_path / "0.jsonl", words(3))
+    assert main(["--input", str(tmp_path / "0.jsonl"), "--tokenizer", "bytes", "--output", str(tmp_path / "s"), *arguments]) == 1
+    assert capsys.readouterr().err.startswith(f"prepare: {message}")
+
+
+def test_the_command_line_reports_errors_in_one_line(tmp_path, capsys):
+    assert main(["--input", str(tmp_path / "gone.jsonl"), "--tokenizer", "bytes", "--output", str(tmp_path / "s")]) == 1
+    assert re.fullmatch(r"prepare: --input .*gone\.jsonl: no such file; .*\n", capsys.readouterr().err)
+
+
+def test_special_tokens_spelled_in_text_add_no_end_of_text(tmp_path):
+    store = text_store(tmp_path, ["a <|endoftext|> b", "<|endoftext|>"])
+    store.verify()
+    assert store.tokenizer().decode(next(documents(store))[:-1]) == "a <|endoftext|> b"
