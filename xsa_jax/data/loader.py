@@ -19,6 +19,7 @@ from xsa_jax.data import spawn
 from xsa_jax.data.store import Split, TokenStore
 
 _MOST_ROWS = 1 << 32  # Grain shuffles with 32-bit indices
+_ENDLESS_ROWS = 1 << 62  # Grain's own endless length, sys.maxsize, overflows where it counts batches in floating point
 
 
 class _Rows:
@@ -83,6 +84,8 @@ class Loader:
             raise UserError(f"shard_index={shard_index}: expected 0 to shard_count - 1 = {shard_count - 1}")
         if batch_size < 1 or batch_size % shard_count:
             raise UserError(f"data.batch_size={batch_size}: expected a positive multiple of the {shard_count} processes")
+        if max_rows is not None and max_rows < 1:
+            raise UserError(f"max_rows={max_rows}: expected at least 1")
         tokens = store.split(split)
         rows = _Rows(tokens, seq_len, documents == "isolate")
         self.num_rows = len(rows) if max_rows is None else min(max_rows, len(rows))
@@ -107,7 +110,7 @@ class Loader:
         }
         source = grain.MapDataset.source(rows)
         order = source.shuffle(seed=_spread(seed)).repeat() if max_rows is None else source[: self.num_rows]
-        self._batches = order[shard_index::shard_count].batch(self.local_batch_size)
+        self._batches = order[shard_index:_ENDLESS_ROWS:shard_count].batch(self.local_batch_size)
         self._empty = {name: array[:0] for name, array in source[:1].batch(1)[0].items()}
 
     def state(self, step: int) -> dict[str, Any]:
