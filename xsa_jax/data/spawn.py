@@ -1,7 +1,7 @@
 """Worker processes in which jax cannot be imported.
 
-A spawned worker imports the main module of its parent anew, and a trainer's main module imports jax; Grain's own profiling
-wrapper imports jax too. A worker that has jax can wait for, or take, the accelerator that its parent holds. So while workers
+A spawned worker imports the main module of its parent anew, and a trainer's main module imports jax; Grain imports jax
+and orbax when it finds them. A worker that has jax can wait for, or take, the accelerator that its parent holds. So while workers
 start, `without_jax` names this module as the main one. In the worker it then runs before anything else does.
 """
 
@@ -41,8 +41,8 @@ def _quiet_grain() -> None:
 
 
 if __name__ == "__mp_main__":
-    sys.modules["jax"] = None  # type: ignore[assignment]
-    sys.modules["jaxlib"] = None  # type: ignore[assignment]
+    for blocked in ("jax", "jaxlib", "flax", "orbax"):
+        sys.modules[blocked] = None  # type: ignore[assignment]
     _quiet_grain()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
     threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
