@@ -1,4 +1,4 @@
-"""Fused attention for GPUs through Pallas-Triton: launches of the kernels in `triton_body`."""
+"""Fused attention for GPUs through Pallas-Triton: the launches of the kernels in `triton_body`, as a backend of `kernels.fused`."""
 
 import dataclasses
 import functools
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kernels import fused
 from kernels.gpu import triton_body as body
-from kernels.spec import MaskSpec, Projection
 
 MAX_HEAD_DIM = 256
 
@@ -34,11 +34,12 @@ class Tiles:
 
 
 def default_tiles(head_dim: int, itemsize: int) -> Tiles:
-    """Fits the 163 KiB of shared memory that an A100 gives one program, so that it serves every chip since."""
+    """Fits the 163 KiB of shared memory that an A100 gives one program, and so every data-centre chip since."""
     if itemsize == 4:
-        # float32 products have no tensor core that keeps their precision: small tiles, or the registers spill.
+        # No tensor core multiplies float32 without loss: small tiles, or the registers spill.
         block = 32 if head_dim <= 128 else 16
-        return Tiles(Tile(block, block, 4, 1), Tile(block, block, 4, 1), Tile(block, block, 4, 1))
+        tile = Tile(block, block, 4, 1)
+        return Tiles(tile, tile, tile)
     if head_dim <= 64:
         return Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
     if head_dim <= 128:
@@ -46,208 +47,180 @@ def default_tiles(head_dim: int, itemsize: int) -> Tiles:
     return Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1))
 
 
-def forward(
-    q_BTHE: jax.Array,
-    k_BSKE: jax.Array,
-    v_BSKE: jax.Array,
-    v_self_BTKE: jax.Array | None,
-    mask: MaskSpec,
-    xsa: Projection | None,
-    sinks_H: jax.Array | None,
-    softcap: float | None,
-    scale: float,
-    skip_own: bool,
-    tiles: Tiles | None = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns z [B, T, H, E], the log-sum-exp (sinks included) and c (None without XSA), both float32 [B, H, T].
+@functools.cache
+def backend(tiles: Tiles | None = None, interpret: bool = False) -> fused.Backend:
+    """What `fused.attention` runs. `tiles` overrides `default_tiles`; `interpret` runs the kernels as plain XLA, on any device."""
+    settings = {"tiles": tiles, "interpret": interpret}
+    return fused.Backend(functools.partial(_forward, **settings), functools.partial(_backward, **settings))
 
-    With `skip_own` c is that of the sum without the token's own value. Either way that sum is z + c v.
-    """
+
+def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H, *, tiles, interpret):
     B, T, H, E = q_BTHE.shape
-    G = H // k_BSKE.shape[2]
     tile = (tiles or default_tiles(E, q_BTHE.dtype.itemsize)).forward
-    call = _call(q_BTHE, k_BSKE, mask, softcap, scale, skip_own, xsa, tile)
-    N = pl.cdiv(T, tile.block_t)
-    blocks = _Blocks(call, lambda n: N - 1 - n)
-    alpha_H = None
-    if xsa is not None and not (isinstance(xsa.alpha, (int, float)) and xsa.alpha == 1):
-        alpha_H = jnp.broadcast_to(jnp.asarray(xsa.alpha, jnp.float32), (H,))
-    q_ids, k_ids, segments = _segments(call, mask, call.block_t, call.block_s)
-    of_head = pl.BlockSpec((None,), lambda n, h, b: (h,))
-    row, row_spec = jax.ShapeDtypeStruct((B, H, T), jnp.float32), blocks.scalars()
-    z, lse, c = pl.pallas_call(
-        functools.partial(body.forward_kernel, call),
-        name="xsa_forward" if xsa is not None else "attention_forward",
-        grid=(N, H, B),
+    plan = _plan(call, q_BTHE, k_BSKE, segment_ids, tile)
+    specs = _QuerySpecs(plan, q_BTHE, k_BSKE)
+    spans_BN2 = _segment_spans(plan, segment_ids, of_keys=False)
+    row = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+    has_own = own_BTKE is not None
+    return pl.pallas_call(
+        functools.partial(body.forward_kernel, plan),
+        name="xsa_forward" if has_own else "attention_forward",
+        grid=specs.grid,
         in_specs=[
-            blocks.queries(),
-            blocks.all_keys(G),
-            blocks.all_keys(G),
-            None if xsa is None else blocks.queries(G),
-            None if sinks_H is None else of_head,
-            None if alpha_H is None else of_head,
-            None if q_ids is None else pl.BlockSpec((None, call.block_t), lambda n, h, b: (b, N - 1 - n)),
-            None if k_ids is None else pl.BlockSpec((None, blocks.padded_s), lambda n, h, b: (b, 0)),
-            None if segments is None else pl.BlockSpec((None, None, 2), lambda n, h, b: (b, N - 1 - n, 0)),
+            specs.queries,
+            specs.keys,
+            specs.keys,
+            specs.own if has_own else None,
+            None if sinks_H is None else specs.of_head,
+            None if alpha_H is None else specs.of_head,
+            *((specs.q_ids, specs.k_ids, specs.spans) if plan.segments else (None,) * 3),
         ],
-        out_specs=[blocks.queries(), row_spec, None if xsa is None else row_spec],
-        out_shape=[jax.ShapeDtypeStruct(q_BTHE.shape, q_BTHE.dtype), row, None if xsa is None else row],
+        out_specs=[specs.queries, specs.row, specs.row if has_own else None],
+        out_shape=[jax.ShapeDtypeStruct(q_BTHE.shape, q_BTHE.dtype), row, row if has_own else None],
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        cost_estimate=_cost(call, q_BTHE, k_BSKE, products=2),
+        cost_estimate=_cost(plan, q_BTHE, k_BSKE, products=2),
         interpret=interpret,
-    )(q_BTHE, k_BSKE, v_BSKE, None if xsa is None else v_self_BTKE, sinks_H, alpha_H, q_ids, k_ids, segments)
-    return z, lse, c
+    )(q_BTHE, k_BSKE, v_BSKE, own_BTKE, sinks_H, alpha_H, *_ids(plan, segment_ids), spans_BN2)
 
 
-def backward(
-    q_BTHE: jax.Array,
-    k_BSKE: jax.Array,
-    v_BSKE: jax.Array,
-    dy_BTHE: jax.Array,
-    lse_BHT: jax.Array,
-    delta_BHT: jax.Array,
-    dv_self_BSKE: jax.Array | None,
-    mask: MaskSpec,
-    softcap: float | None,
-    scale: float,
-    skip_own: bool,
-    tiles: Tiles | None = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq, dk and dv, which starts from dv_self. delta = rowsum(y * dy) must come from this dy, rounded as it is."""
-    B, T, H, E = q_BTHE.shape
-    S, K = k_BSKE.shape[1:3]
-    G = H // K
-    tiles = tiles or default_tiles(E, q_BTHE.dtype.itemsize)
-    call = _call(q_BTHE, k_BSKE, mask, softcap, scale, skip_own, None, tiles.dq)
-    N = pl.cdiv(T, call.block_t)
-    blocks = _Blocks(call, lambda n: N - 1 - n)
-    q_ids, k_ids, segments = _segments(call, mask, call.block_t, call.block_s)
-    dq = pl.pallas_call(
-        functools.partial(body.dq_kernel, call),
+def _backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, start_BTKE, *, tiles, interpret):
+    tiles = tiles or default_tiles(q_BTHE.shape[-1], q_BTHE.dtype.itemsize)
+    kept_BKT = None if kept_BKT is None else kept_BKT.astype(jnp.int32)
+    rows = (q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT)
+    dq = _dq(call, *rows, segment_ids, kept_BKT, tiles.dq, interpret)
+    return dq, *_dkv(call, *rows, segment_ids, kept_BKT, start_BTKE, tiles.dkv, interpret)
+
+
+def _dq(call, q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, segment_ids, kept_BKT, tile, interpret):
+    plan = _plan(call, q_BTHE, k_BSKE, segment_ids, tile)
+    specs = _QuerySpecs(plan, q_BTHE, k_BSKE)
+    spans_BN2 = _segment_spans(plan, segment_ids, of_keys=False)
+    return pl.pallas_call(
+        functools.partial(body.dq_kernel, plan),
         name="attention_dq",
-        grid=(N, H, B),
+        grid=specs.grid,
         in_specs=[
-            blocks.queries(),
-            blocks.all_keys(G),
-            blocks.all_keys(G),
-            blocks.queries(),
-            blocks.scalars(),
-            blocks.scalars(),
-            None if q_ids is None else pl.BlockSpec((None, call.block_t), lambda n, h, b: (b, N - 1 - n)),
-            None if k_ids is None else pl.BlockSpec((None, blocks.padded_s), lambda n, h, b: (b, 0)),
-            None if segments is None else pl.BlockSpec((None, None, 2), lambda n, h, b: (b, N - 1 - n, 0)),
+            specs.queries,
+            specs.keys,
+            specs.keys,
+            specs.queries,
+            specs.row,
+            specs.row,
+            *((specs.q_ids, specs.k_ids, specs.spans) if plan.segments else (None,) * 3),
+            None if kept_BKT is None else specs.own_row,
         ],
-        out_specs=blocks.queries(),
+        out_specs=specs.queries,
         out_shape=jax.ShapeDtypeStruct(q_BTHE.shape, q_BTHE.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.dq.warps, num_stages=tiles.dq.stages),
-        cost_estimate=_cost(call, q_BTHE, k_BSKE, products=3),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        cost_estimate=_cost(plan, q_BTHE, k_BSKE, products=3),
         interpret=interpret,
-    )(q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, q_ids, k_ids, segments)
+    )(q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, *_ids(plan, segment_ids), spans_BN2, kept_BKT)
 
-    call = _call(q_BTHE, k_BSKE, mask, softcap, scale, skip_own, None, tiles.dkv)
-    blocks = _Blocks(call, lambda n: n)
-    k_ids, q_ids, segments = _segments(call, mask, call.block_s, call.block_t, of_keys=True)
-    all_queries = pl.BlockSpec((None, blocks.padded_t, G, blocks.padded_e), lambda n, h, b: (b, 0, h, 0))
-    all_scalars = pl.BlockSpec((None, G, blocks.padded_t), lambda n, h, b: (b, h, 0))
-    own_keys = pl.BlockSpec((None, call.block_s, None, blocks.padded_e), lambda n, h, b: (b, n, h, 0))
-    dk, dv = pl.pallas_call(
-        functools.partial(body.dkv_kernel, call),
+
+def _dkv(call, q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, segment_ids, kept_BKT, start_BTKE, tile, interpret):
+    plan = _plan(call, q_BTHE, k_BSKE, segment_ids, tile)
+    (B, T, H, E), (S, K) = q_BTHE.shape, k_BSKE.shape[1:3]
+    G, padded_t, padded_e = H // K, _round_up(T, plan.block_t), _padded_head_dim(E)
+    spans_BN2 = _segment_spans(plan, segment_ids, of_keys=True)
+    queries = pl.BlockSpec((None, padded_t, G, padded_e), lambda n, k, b: (b, 0, k, 0))
+    rows = pl.BlockSpec((None, G, padded_t), lambda n, k, b: (b, k, 0))
+    keys = pl.BlockSpec((None, plan.block_s, None, padded_e), lambda n, k, b: (b, n, k, 0))
+    q_ids = pl.BlockSpec((None, padded_t), lambda n, k, b: (b, 0))
+    k_ids = pl.BlockSpec((None, plan.block_s), lambda n, k, b: (b, n))
+    spans = pl.BlockSpec((None, None, 2), lambda n, k, b: (b, n, 0))
+    return pl.pallas_call(
+        functools.partial(body.dkv_kernel, plan),
         name="attention_dkv",
-        grid=(pl.cdiv(S, call.block_s), K, B),
+        grid=(pl.cdiv(S, plan.block_s), K, B),
         in_specs=[
-            all_queries,
-            own_keys,
-            own_keys,
-            all_queries,
-            all_scalars,
-            all_scalars,
-            None if q_ids is None else pl.BlockSpec((None, blocks.padded_t), lambda n, h, b: (b, 0)),
-            None if k_ids is None else pl.BlockSpec((None, call.block_s), lambda n, h, b: (b, n)),
-            None if segments is None else pl.BlockSpec((None, None, 2), lambda n, h, b: (b, n, 0)),
-            None if dv_self_BSKE is None else own_keys,
+            queries,
+            keys,
+            keys,
+            queries,
+            rows,
+            rows,
+            *((q_ids, k_ids, spans) if plan.segments else (None,) * 3),
+            None if kept_BKT is None else pl.BlockSpec((None, None, plan.block_s), lambda n, k, b: (b, k, n)),
+            None if start_BTKE is None else keys,
         ],
-        out_specs=[own_keys, own_keys],
+        out_specs=[keys, keys],
         out_shape=[jax.ShapeDtypeStruct(k_BSKE.shape, k_BSKE.dtype), jax.ShapeDtypeStruct(v_BSKE.shape, v_BSKE.dtype)],
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.dkv.warps, num_stages=tiles.dkv.stages),
-        cost_estimate=_cost(call, q_BTHE, k_BSKE, products=4),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        cost_estimate=_cost(plan, q_BTHE, k_BSKE, products=4),
         interpret=interpret,
-    )(q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, q_ids, k_ids, segments, dv_self_BSKE)
-    return dq, dk, dv
+    )(q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, *_ids(plan, segment_ids), spans_BN2, kept_BKT, start_BTKE)
 
 
-def _call(q_BTHE, k_BSKE, mask: MaskSpec, softcap, scale, skip_own: bool, xsa: Projection | None, tile: Tile) -> body.Call:
+class _QuerySpecs:
+    """Blocks of a grid with one program per query block, head and batch row."""
+
+    def __init__(self, plan: body.Plan, q_BTHE: jax.Array, k_BSKE: jax.Array):
+        (B, T, H, E), (S, K) = q_BTHE.shape, k_BSKE.shape[1:3]
+        G, N, e, s, t = H // K, pl.cdiv(T, plan.block_t), _padded_head_dim(E), _round_up(S, plan.block_s), plan.block_t
+
+        def i(n):  # the order of `body.query_block`
+            return N - 1 - n
+
+        self.grid = (N, H, B)
+        self.queries = pl.BlockSpec((None, t, None, e), lambda n, h, b: (b, i(n), h, 0))
+        self.own = pl.BlockSpec((None, t, None, e), lambda n, h, b: (b, i(n), h // G, 0))
+        self.keys = pl.BlockSpec((None, s, None, e), lambda n, h, b: (b, 0, h // G, 0))
+        self.row = pl.BlockSpec((None, None, t), lambda n, h, b: (b, h, i(n)))
+        self.own_row = pl.BlockSpec((None, None, t), lambda n, h, b: (b, h // G, i(n)))
+        self.of_head = pl.BlockSpec((None,), lambda n, h, b: (h,))
+        self.q_ids = pl.BlockSpec((None, t), lambda n, h, b: (b, i(n)))
+        self.k_ids = pl.BlockSpec((None, s), lambda n, h, b: (b, 0))
+        self.spans = pl.BlockSpec((None, None, 2), lambda n, h, b: (b, i(n), 0))
+
+
+def _plan(call: fused.Call, q_BTHE: jax.Array, k_BSKE: jax.Array, segment_ids: jax.Array | None, tile: Tile) -> body.Plan:
     (_, T, _, E), S = q_BTHE.shape, k_BSKE.shape[1]
-    return body.Call(
-        T=T,
-        S=S,
-        E=E,
-        # Tensor cores take no tile of fewer than 16 rows.
-        block_t=min(tile.block_t, max(16, pl.next_power_of_2(T))),
-        block_s=min(tile.block_s, max(16, pl.next_power_of_2(S))),
-        causal=mask.causal,
-        window=mask.window,
-        segments=mask.segment_ids is not None,
-        scale=float(scale),
-        softcap=softcap,
-        xsa=xsa is not None,
-        skip_own=skip_own,
-        zero_rule="" if xsa is None else xsa.zero_rule,
-        eps=0.0 if xsa is None else xsa.eps,
-    )
+    # Tensor cores take no tile of fewer than 16 rows.
+    block_t = min(tile.block_t, max(16, pl.next_power_of_2(T)))
+    block_s = min(tile.block_s, max(16, pl.next_power_of_2(S)))
+    return body.Plan(call, T, S, E, block_t, block_s, segment_ids is not None)
 
 
-class _Blocks:
-    """Block specs on the grid (block n, head, batch row). `order` says which block the n-th program takes."""
-
-    def __init__(self, call: body.Call, order):
-        self.call, self.order = call, order
-        self.padded_t = pl.cdiv(call.T, call.block_t) * call.block_t
-        self.padded_s = pl.cdiv(call.S, call.block_s) * call.block_s
-        self.padded_e = max(16, pl.next_power_of_2(call.E))
-
-    def queries(self, heads_per_head: int = 1) -> pl.BlockSpec:
-        shape = (None, self.call.block_t, None, self.padded_e)
-        return pl.BlockSpec(shape, lambda n, h, b: (b, self.order(n), h // heads_per_head, 0))
-
-    def all_keys(self, heads_per_head: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, self.padded_s, None, self.padded_e), lambda n, h, b: (b, 0, h // heads_per_head, 0))
-
-    def scalars(self) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, self.call.block_t), lambda n, h, b: (b, h, self.order(n)))
+def _padded_head_dim(head_dim: int) -> int:
+    return max(16, pl.next_power_of_2(head_dim))
 
 
-def _segments(call: body.Call, mask: MaskSpec, own_block: int, other_block: int, of_keys: bool = False):
-    """(ids of the own axis, ids of the other axis, int32 [B, own blocks, 2]: the range of other blocks whose ids overlap)."""
-    if mask.segment_ids is None:
-        return None, None, None
-    own_B, other_B = mask.segment_ids[:, call.offset :], mask.segment_ids
-    if of_keys:
-        own_B, other_B = other_B, own_B
-    own_least, own_most = _extremes(own_B, own_block)
-    other_least, other_most = _extremes(other_B, other_block)
-    overlap_BNM = (own_least[:, :, None] <= other_most[:, None, :]) & (other_least[:, None, :] <= own_most[:, :, None])
-    some_BN = overlap_BNM.any(-1)
+def _round_up(n: int, block: int) -> int:
+    return pl.cdiv(n, block) * block
+
+
+def _ids(plan: body.Plan, segment_ids: jax.Array | None):
+    """The segment ids of the queries and of the keys."""
+    return (None, None) if segment_ids is None else (segment_ids[:, plan.offset :], segment_ids)
+
+
+def _segment_spans(plan: body.Plan, segment_ids: jax.Array | None, of_keys: bool) -> jax.Array | None:
+    """Of each query block (or key block) the range of key blocks (query blocks) that may share a segment: int32 [B, N, 2]."""
+    if segment_ids is None:
+        return None
+    q_ids, k_ids = _ids(plan, segment_ids)
+    q_range, k_range = _extremes(q_ids, plan.block_t), _extremes(k_ids, plan.block_s)
+    (least_BN, most_BN), (other_least_BM, other_most_BM) = (k_range, q_range) if of_keys else (q_range, k_range)
+    overlap_BNM = (least_BN[:, :, None] <= other_most_BM[:, None]) & (other_least_BM[:, None] <= most_BN[:, :, None])
     start_BN = jnp.argmax(overlap_BNM, -1)
     stop_BN = overlap_BNM.shape[-1] - jnp.argmax(overlap_BNM[:, :, ::-1], -1)
-    return own_B, other_B, jnp.stack([start_BN, jnp.where(some_BN, stop_BN, start_BN)], -1).astype(jnp.int32)
+    return jnp.stack([start_BN, jnp.where(overlap_BNM.any(-1), stop_BN, start_BN)], -1).astype(jnp.int32)
 
 
 def _extremes(ids_BT: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     """The least and the greatest id of each block."""
     B, T = ids_BT.shape
-    N = pl.cdiv(T, block)
-    ids_BNt = jnp.pad(ids_BT, ((0, 0), (0, N * block - T)), mode="edge").reshape(B, N, block)
+    ids_BNt = jnp.pad(ids_BT, ((0, 0), (0, _round_up(T, block) - T)), mode="edge").reshape(B, -1, block)
     return ids_BNt.min(-1), ids_BNt.max(-1)
 
 
-def _cost(call: body.Call, q_BTHE, k_BSKE, products: int) -> pl.CostEstimate:
-    """`products` matrix products of T x S x E per head; half of that under a causal mask."""
+def _cost(plan: body.Plan, q_BTHE: jax.Array, k_BSKE: jax.Array, products: int) -> pl.CostEstimate:
+    """`products` matrix products of T x S x E per head, of the pairs that the mask's positions show."""
     B, T, H, E = q_BTHE.shape
-    pairs = T * min(call.S, call.window or call.S) * (0.5 if call.causal and not call.window else 1)
+    call = plan.call
+    pairs = T * min(plan.S, call.window or plan.S) // (2 if call.causal and call.window is None else 1)
     return pl.CostEstimate(
-        flops=int(2 * products * B * H * E * pairs),
-        transcendentals=int(B * H * pairs),
-        bytes_accessed=(2 * q_BTHE.size + 2 * k_BSKE.size) * q_BTHE.dtype.itemsize,
+        flops=2 * products * B * H * E * pairs,
+        transcendentals=B * H * pairs,
+        bytes_accessed=2 * (q_BTHE.size + k_BSKE.size) * q_BTHE.dtype.itemsize,
     )

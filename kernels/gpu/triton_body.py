@@ -1,8 +1,7 @@
 """What one Triton program computes: FlashAttention-2 (arXiv 2307.08691) with XSA in its epilogue. The launcher is `triton`.
 
 Every kernel sweeps the blocks of the other axis that its own block can see, twice: first the blocks that need no mask, then the rest.
-With `skip_own` a token's own value takes part in the softmax but not in the sum (the projection removes it anyway), so that z is never
-a small difference of two large numbers.
+What `kernels.fused` asks of a backend says what is computed.
 
 Shapes beside the package's: a tile of queries has `block_t` rows, a tile of keys `block_s`, and E is padded to a power of two.
 Scores are in base 2: exp2 is one instruction.
@@ -18,29 +17,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kernels import fused
+
 LOG2E = math.log2(math.e)
 # A finite start for the running maximum: where a tile hides all its keys from a row, exp2(-inf - LOWEST) is 0 and not NaN.
 LOWEST = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class Plan:
     """All that a kernel knows at compile time."""
 
+    call: fused.Call
     T: int
     S: int
     E: int
     block_t: int
     block_s: int
-    causal: bool
-    window: int | None
     segments: bool
-    scale: float
-    softcap: float | None
-    xsa: bool
-    skip_own: bool
-    zero_rule: str
-    eps: float
 
     @property
     def offset(self) -> int:
@@ -50,11 +44,11 @@ class Call:
     @property
     def back(self) -> int | None:
         """How far a query sees back; None is without end."""
-        return None if self.window is None else self.window - 1
+        return None if self.call.window is None else self.call.window - 1
 
     @property
     def ahead(self) -> int | None:
-        return 0 if self.causal else self.back
+        return 0 if self.call.causal else self.back
 
 
 class Spans(NamedTuple):
@@ -68,19 +62,24 @@ class Spans(NamedTuple):
     stop: jax.Array
 
 
-def key_spans(call: Call, i: jax.Array, segments_ref) -> Spans:
+def query_block() -> jax.Array:
+    """The last query blocks see the most keys under a causal mask, and start first."""
+    return pl.num_programs(0) - 1 - pl.program_id(0)
+
+
+def key_spans(plan: Plan, i: jax.Array, segments_ref) -> Spans:
     """The key blocks that query block i sees."""
-    first = call.offset + i * call.block_t
-    return _spans(call, first, first + call.block_t, call.back, call.ahead, 0, call.S, call.block_s, segments_ref)
+    first = plan.offset + i * plan.block_t
+    return _spans(plan, first, first + plan.block_t, plan.back, plan.ahead, 0, plan.S, plan.block_s, segments_ref)
 
 
-def query_spans(call: Call, j: jax.Array, segments_ref) -> Spans:
+def query_spans(plan: Plan, j: jax.Array, segments_ref) -> Spans:
     """The query blocks that see key block j."""
-    first = j * call.block_s
-    return _spans(call, first, first + call.block_s, call.ahead, call.back, call.offset, call.T, call.block_t, segments_ref)
+    first = j * plan.block_s
+    return _spans(plan, first, first + plan.block_s, plan.ahead, plan.back, plan.offset, plan.T, plan.block_t, segments_ref)
 
 
-def _spans(call, first, last, back, ahead, offset, length, block, segments_ref) -> Spans:
+def _spans(plan, first, last, back, ahead, offset, length, block, segments_ref) -> Spans:
     """Tokens [first, last) see from `back` tokens behind each to `ahead` tokens past it, in an axis of `length` from position `offset`."""
     blocks = jnp.int32(-(-length // block))
     start, stop, clean, masked = jnp.int32(0), blocks, jnp.int32(0), jnp.int32(length // block)
@@ -97,14 +96,14 @@ def _spans(call, first, last, back, ahead, offset, length, block, segments_ref) 
     start = jnp.minimum(start, stop)
     clean = jnp.clip(clean, start, stop)
     masked = jnp.clip(masked, clean, stop)
-    if not call.skip_own:
+    if not plan.call.drop_diagonal:
         return Spans(start, clean, masked, masked, masked, stop)
     own = jnp.clip(_div(jnp.maximum(first - offset, 0), block), clean, masked)
     after_own = jnp.clip(_div(jnp.maximum(last - offset, 0) + block - 1, block), own, masked)
     return Spans(start, clean, own, after_own, masked, stop)
 
 
-def _sweep(call: Call, spans: Spans, step, carry):
+def _sweep(plan: Plan, spans: Spans, step, carry):
     """carry = step(block number, masked?, carry) over all blocks of the spans."""
     s = spans
 
@@ -118,177 +117,184 @@ def _sweep(call: Call, spans: Spans, step, carry):
         return step(jnp.where(j < s.after_own, j, j + (s.masked - s.after_own)), True, carry)
 
     num_clean = (s.own - s.clean) + (s.masked - s.after_own)
-    if not call.segments:
+    if not plan.segments:
         carry = lax.fori_loop(0, num_clean, clean, carry)
     return lax.fori_loop(0, (s.stop - s.start) - num_clean, masked, carry)
 
 
 def forward_kernel(
-    call: Call, q_ref, k_ref, v_ref, own_ref, sink_ref, alpha_ref, q_ids_ref, k_ids_ref, segments_ref, z_ref, lse_ref, c_ref
+    plan: Plan, q_ref, k_ref, v_ref, own_ref, sink_ref, alpha_ref, q_ids_ref, k_ids_ref, segments_ref, z_ref, lse_ref, c_ref
 ):
-    """One query block of one head. `c_ref` is written with XSA only."""
-    # The last query blocks see the most keys under a causal mask, and start first.
-    i = pl.num_programs(0) - 1 - pl.program_id(0)
-    rows = i * call.block_t + jnp.arange(call.block_t)
-    q_tE = _load(q_ref.at[:, :], call, rows < call.T)
-    q_ids_t = None if q_ids_ref is None else _load_ids(q_ids_ref.at[:], rows < call.T)
+    """One query block of one head. `own_ref` and `c_ref` are None without a projection."""
+    i = query_block()
+    rows = i * plan.block_t + jnp.arange(plan.block_t)
+    q_tE = _load(q_ref.at[:, :], plan, rows < plan.T)
+    q_ids_t = None if q_ids_ref is None else _load_ids(q_ids_ref.at[:], rows < plan.T)
+    kept_t = None
+    if plan.call.drop_diagonal:
+        v_tE = _load(own_ref.at[:, :], plan, rows < plan.T).astype(jnp.float32)
+        kept_t = jnp.logical_not(plan.call.inverse(jnp.sum(v_tE * v_tE, axis=1))[1])
 
     def step(j, masked, carry):
         acc_tE, m_t, l_t = carry
-        at, columns, inside = _block(call.S, call.block_s, j, masked)
-        k_sE = _load(k_ref.at[at, :], call, inside)
-        s_ts, unit = _scores(call, _dot(q_tE, k_sE, ((1,), (1,))))
+        at, columns, inside = _block(plan.S, plan.block_s, j, masked)
+        k_sE = _load(k_ref.at[at, :], plan, inside)
+        s_ts, unit = _scores(plan, _dot(q_tE, k_sE, ((1,), (1,))))
         if masked:
             k_ids_s = None if k_ids_ref is None else _load_ids(k_ids_ref.at[at], inside)
-            s_ts = jnp.where(_seen(call, rows, columns, q_ids_t, k_ids_s, transpose=False), s_ts, -jnp.inf)
+            s_ts = jnp.where(_seen(plan, rows, columns, q_ids_t, k_ids_s, transpose=False), s_ts, -jnp.inf)
         m_new = jnp.maximum(m_t, jnp.max(s_ts, axis=1) * unit)
         p_ts = jnp.exp2(s_ts * unit - m_new[:, None])
         shrink = jnp.exp2(m_t - m_new)
         l_t = l_t * shrink + jnp.sum(p_ts, axis=1)
-        if masked and call.skip_own:
-            p_ts = jnp.where(_own(call, rows, columns, transpose=False), 0.0, p_ts)
-        v_sE = _load(v_ref.at[at, :], call, inside)
+        if masked and plan.call.drop_diagonal:
+            p_ts = jnp.where(_dropped(plan, rows, columns, kept_t, transpose=False), 0.0, p_ts)
+        v_sE = _load(v_ref.at[at, :], plan, inside)
         return acc_tE * shrink[:, None] + _dot(p_ts.astype(v_sE.dtype), v_sE, ((1,), (0,))), m_new, l_t
 
-    m_t = jnp.full((call.block_t,), LOWEST, jnp.float32)
-    l_t = jnp.zeros((call.block_t,), jnp.float32)
+    m_t = jnp.full((plan.block_t,), LOWEST, jnp.float32)
+    l_t = jnp.zeros((plan.block_t,), jnp.float32)
     if sink_ref is not None:
         sink = sink_ref[...].astype(jnp.float32) * LOG2E
         m_t = jnp.maximum(m_t, sink)
         l_t = jnp.exp2(sink - m_t)
     acc_tE = jnp.zeros(q_tE.shape, jnp.float32)
-    y_tE, m_t, l_t = _sweep(call, key_spans(call, i, segments_ref), step, (acc_tE, m_t, l_t))
+    y_tE, m_t, l_t = _sweep(plan, key_spans(plan, i, segments_ref), step, (acc_tE, m_t, l_t))
 
     # Only rows past T can see nothing at all; an infinite log-sum-exp keeps their weights 0 in the backward pass.
     some = l_t > 0
     l_t = jnp.where(some, l_t, 1.0)
     y_tE = y_tE / l_t[:, None]
-    if call.xsa:
-        v_tE = _load(own_ref.at[:, :], call, rows < call.T).astype(jnp.float32)
-        y_tE, c_t = _project(call, y_tE, v_tE, 1.0 if alpha_ref is None else alpha_ref[...])
-        _store(c_ref.at[:], c_t, rows < call.T, call.T % call.block_t)
-    _store(lse_ref.at[:], jnp.where(some, (m_t + jnp.log2(l_t)) / LOG2E, jnp.inf), rows < call.T, call.T % call.block_t)
-    _store_tile(z_ref.at[:, :], y_tE, call, rows < call.T, call.T % call.block_t)
+    lse_t = jnp.where(some, (m_t + jnp.log2(l_t)) / LOG2E, jnp.inf)
+    _store_row(lse_ref.at[:], lse_t, rows < plan.T, plan.T % plan.block_t)
+    if own_ref is not None:
+        # Loaded again: held in registers since the start, v would cost the main loop more than this load.
+        v_tE = _load(own_ref.at[:, :], plan, rows < plan.T).astype(jnp.float32)
+        b_t, _ = plan.call.inverse(jnp.sum(v_tE * v_tE, axis=1))
+        c_t = b_t * jnp.sum(y_tE * v_tE, axis=1)
+        _store_row(c_ref.at[:], c_t, rows < plan.T, plan.T % plan.block_t)
+        y_tE = y_tE - (c_t if alpha_ref is None else alpha_ref[...] * c_t)[:, None] * v_tE
+    _store_tile(z_ref.at[:, :], y_tE, plan, rows < plan.T, plan.T % plan.block_t)
 
 
-def _project(call: Call, y_tE, v_tE, alpha):
-    """z = y - c v with c = alpha (y . v) / n2: the float32 arithmetic of `kernels.reference.project`."""
-    # Measured by its largest entry, no |v|^2 leaves the range of float32.
-    unit_t = jnp.max(jnp.abs(v_tE), axis=1)
-    unit_t = jnp.where(unit_t > 0, unit_t, 1.0)
-    u_tE = v_tE / unit_t[:, None]
-    n2_t = jnp.sum(u_tE * u_tE, axis=1)
-    if call.zero_rule == "clamp":
-        n2_t = jnp.maximum(n2_t, call.eps / unit_t / unit_t)
-    elif call.zero_rule == "add":
-        n2_t = n2_t + call.eps / unit_t / unit_t
-    else:
-        n2_t = jnp.where(n2_t * unit_t * unit_t >= float(jnp.finfo(jnp.float32).tiny), n2_t, jnp.inf)
-    c_t = alpha * jnp.sum(y_tE * u_tE, axis=1) / n2_t
-    return y_tE - c_t[:, None] * u_tE, c_t / unit_t
-
-
-def dq_kernel(call: Call, q_ref, k_ref, v_ref, dy_ref, lse_ref, delta_ref, q_ids_ref, k_ids_ref, segments_ref, dq_ref):
+def dq_kernel(plan: Plan, q_ref, k_ref, v_ref, dy_ref, lse_ref, delta_ref, q_ids_ref, k_ids_ref, segments_ref, kept_ref, dq_ref):
     """dq of one query block of one head."""
-    i = pl.num_programs(0) - 1 - pl.program_id(0)
-    rows = i * call.block_t + jnp.arange(call.block_t)
-    q_tE = _load(q_ref.at[:, :], call, rows < call.T)
-    dy_tE = _load(dy_ref.at[:, :], call, rows < call.T)
-    lse_t = plgpu.load(lse_ref.at[:], mask=rows < call.T, other=jnp.inf) * LOG2E
-    delta_t = plgpu.load(delta_ref.at[:], mask=rows < call.T, other=0.0)
-    q_ids_t = None if q_ids_ref is None else _load_ids(q_ids_ref.at[:], rows < call.T)
+    i = query_block()
+    rows = i * plan.block_t + jnp.arange(plan.block_t)
+    q_tE = _load(q_ref.at[:, :], plan, rows < plan.T)
+    dy_tE = _load(dy_ref.at[:, :], plan, rows < plan.T)
+    lse_t = plgpu.load(lse_ref.at[:], mask=rows < plan.T, other=jnp.inf) * LOG2E
+    delta_t = plgpu.load(delta_ref.at[:], mask=rows < plan.T, other=0.0)
+    q_ids_t = None if q_ids_ref is None else _load_ids(q_ids_ref.at[:], rows < plan.T)
+    kept_t = None if kept_ref is None else _load_ids(kept_ref.at[:], rows < plan.T) != 0
 
     def step(j, masked, dq_tE):
-        at, columns, inside = _block(call.S, call.block_s, j, masked)
-        k_sE = _load(k_ref.at[at, :], call, inside)
-        v_sE = _load(v_ref.at[at, :], call, inside)
-        s_ts, unit = _scores(call, _dot(q_tE, k_sE, ((1,), (1,))))
+        at, columns, inside = _block(plan.S, plan.block_s, j, masked)
+        k_sE = _load(k_ref.at[at, :], plan, inside)
+        v_sE = _load(v_ref.at[at, :], plan, inside)
+        s_ts, unit = _scores(plan, _dot(q_tE, k_sE, ((1,), (1,))))
         p_ts = jnp.exp2(s_ts * unit - lse_t[:, None])
         dp_ts = _dot(dy_tE, v_sE, ((1,), (1,)))
         if masked:
             k_ids_s = None if k_ids_ref is None else _load_ids(k_ids_ref.at[at], inside)
-            p_ts = jnp.where(_seen(call, rows, columns, q_ids_t, k_ids_s, transpose=False), p_ts, 0.0)
-            if call.skip_own:
-                dp_ts = jnp.where(_own(call, rows, columns, transpose=False), 0.0, dp_ts)
-        ds_ts = _through_softcap(call, p_ts * (dp_ts - delta_t[:, None]), s_ts)
+            p_ts = jnp.where(_seen(plan, rows, columns, q_ids_t, k_ids_s, transpose=False), p_ts, 0.0)
+            if plan.call.drop_diagonal:
+                dp_ts = jnp.where(_dropped(plan, rows, columns, kept_t, transpose=False), 0.0, dp_ts)
+        ds_ts = _through_softcap(plan, p_ts * (dp_ts - delta_t[:, None]), s_ts)
         return dq_tE + _dot(ds_ts.astype(k_sE.dtype), k_sE, ((1,), (0,)))
 
-    dq_tE = _sweep(call, key_spans(call, i, segments_ref), step, jnp.zeros(q_tE.shape, jnp.float32))
-    _store_tile(dq_ref.at[:, :], dq_tE * call.scale, call, rows < call.T, call.T % call.block_t)
+    dq_tE = _sweep(plan, key_spans(plan, i, segments_ref), step, jnp.zeros(q_tE.shape, jnp.float32))
+    _store_tile(dq_ref.at[:, :], dq_tE * plan.call.scale, plan, rows < plan.T, plan.T % plan.block_t)
 
 
 def dkv_kernel(
-    call: Call, q_ref, k_ref, v_ref, dy_ref, lse_ref, delta_ref, q_ids_ref, k_ids_ref, segments_ref, dv_self_ref, dk_ref, dv_ref
+    plan: Plan,
+    q_ref,
+    k_ref,
+    v_ref,
+    dy_ref,
+    lse_ref,
+    delta_ref,
+    q_ids_ref,
+    k_ids_ref,
+    segments_ref,
+    kept_ref,
+    start_ref,
+    dk_ref,
+    dv_ref,
 ):
-    """dk and dv of one key block of one KV head: the sum over all its query heads, in a fixed order. dv starts from dv_self, if given."""
+    """dk and dv of one key block of one KV head: the sum over all its query heads, in a fixed order. dv starts from `start_ref`."""
     j = pl.program_id(0)
-    columns = j * call.block_s + jnp.arange(call.block_s)
-    k_sE = _load(k_ref.at[:, :], call, columns < call.S)
-    v_sE = _load(v_ref.at[:, :], call, columns < call.S)
-    k_ids_s = None if k_ids_ref is None else _load_ids(k_ids_ref.at[:], columns < call.S)
-    spans = query_spans(call, j, segments_ref)
+    columns = j * plan.block_s + jnp.arange(plan.block_s)
+    k_sE = _load(k_ref.at[:, :], plan, columns < plan.S)
+    v_sE = _load(v_ref.at[:, :], plan, columns < plan.S)
+    k_ids_s = None if k_ids_ref is None else _load_ids(k_ids_ref.at[:], columns < plan.S)
+    kept_s = None if kept_ref is None else _load_ids(kept_ref.at[:], columns < plan.S) != 0
+    spans = query_spans(plan, j, segments_ref)
 
     def head(g, carry):
         def step(i, masked, carry):
             dk_sE, dv_sE = carry
-            at, rows, inside = _block(call.T, call.block_t, i, masked)
-            q_tE = _load(q_ref.at[at, g, :], call, inside)
-            dy_tE = _load(dy_ref.at[at, g, :], call, inside)
+            at, rows, inside = _block(plan.T, plan.block_t, i, masked)
+            q_tE = _load(q_ref.at[at, g, :], plan, inside)
+            dy_tE = _load(dy_ref.at[at, g, :], plan, inside)
             row = {} if inside is None else {"mask": inside, "other": 0.0}
             lse_t = plgpu.load(lse_ref.at[g, at], **(row and row | {"other": jnp.inf})) * LOG2E
             delta_t = plgpu.load(delta_ref.at[g, at], **row)
-            s_st, unit = _scores(call, _dot(k_sE, q_tE, ((1,), (1,))))
+            s_st, unit = _scores(plan, _dot(k_sE, q_tE, ((1,), (1,))))
             p_st = jnp.exp2(s_st * unit - lse_t[None, :])
             dp_st = _dot(v_sE, dy_tE, ((1,), (1,)))
-            own_free_st = p_st
+            summed_st = p_st
             if masked:
                 q_ids_t = None if q_ids_ref is None else _load_ids(q_ids_ref.at[at], inside)
-                p_st = own_free_st = jnp.where(_seen(call, rows, columns, q_ids_t, k_ids_s, transpose=True), p_st, 0.0)
-                if call.skip_own:
-                    own_st = _own(call, rows, columns, transpose=True)
-                    dp_st = jnp.where(own_st, 0.0, dp_st)
-                    own_free_st = jnp.where(own_st, 0.0, p_st)
-            dv_sE = dv_sE + _dot(own_free_st.astype(dy_tE.dtype), dy_tE, ((1,), (0,)))
-            ds_st = _through_softcap(call, p_st * (dp_st - delta_t[None, :]), s_st)
+                p_st = summed_st = jnp.where(_seen(plan, rows, columns, q_ids_t, k_ids_s, transpose=True), p_st, 0.0)
+                if plan.call.drop_diagonal:
+                    dropped_st = _dropped(plan, rows, columns, kept_s, transpose=True)
+                    dp_st = jnp.where(dropped_st, 0.0, dp_st)
+                    summed_st = jnp.where(dropped_st, 0.0, p_st)
+            dv_sE = dv_sE + _dot(summed_st.astype(dy_tE.dtype), dy_tE, ((1,), (0,)))
+            ds_st = _through_softcap(plan, p_st * (dp_st - delta_t[None, :]), s_st)
             return dk_sE + _dot(ds_st.astype(q_tE.dtype), q_tE, ((1,), (0,))), dv_sE
 
-        return _sweep(call, spans, step, carry)
+        return _sweep(plan, spans, step, carry)
 
     zeros = jnp.zeros(k_sE.shape, jnp.float32)
-    dv_sE = zeros if dv_self_ref is None else _load(dv_self_ref.at[:, :], call, columns < call.S).astype(jnp.float32)
+    dv_sE = zeros if start_ref is None else _load(start_ref.at[:, :], plan, columns < plan.S)
     dk_sE, dv_sE = lax.fori_loop(0, q_ref.shape[1], head, (zeros, dv_sE))
-    _store_tile(dk_ref.at[:, :], dk_sE * call.scale, call, columns < call.S, call.S % call.block_s)
-    _store_tile(dv_ref.at[:, :], dv_sE, call, columns < call.S, call.S % call.block_s)
+    _store_tile(dk_ref.at[:, :], dk_sE * plan.call.scale, plan, columns < plan.S, plan.S % plan.block_s)
+    _store_tile(dv_ref.at[:, :], dv_sE, plan, columns < plan.S, plan.S % plan.block_s)
 
 
-def _scores(call: Call, dot_xx):
+def _scores(plan: Plan, dot_xx):
     """(scores, the factor that makes them base 2). The factor is left to the exponential, where it costs nothing."""
-    if call.softcap is not None:
-        return jnp.tanh(dot_xx * (call.scale / call.softcap)), call.softcap * LOG2E
+    if plan.call.softcap is not None:
+        return jnp.tanh(dot_xx * (plan.call.scale / plan.call.softcap)), plan.call.softcap * LOG2E
     # The maximum of the scores times the factor is the maximum only if the factor is positive.
-    sign = 1.0 if call.scale >= 0 else -1.0
-    return (dot_xx if sign > 0 else -dot_xx), abs(call.scale) * LOG2E
+    sign = 1.0 if plan.call.scale >= 0 else -1.0
+    return (dot_xx if sign > 0 else -dot_xx), abs(plan.call.scale) * LOG2E
 
 
-def _through_softcap(call: Call, ds_xx, tanh_xx):
-    return ds_xx if call.softcap is None else ds_xx * (1.0 - tanh_xx * tanh_xx)
+def _through_softcap(plan: Plan, ds_xx, tanh_xx):
+    return ds_xx if plan.call.softcap is None else ds_xx * (1.0 - tanh_xx * tanh_xx)
 
 
-def _seen(call: Call, rows_t, columns_s, q_ids_t, k_ids_s, transpose: bool):
+def _seen(plan: Plan, rows_t, columns_s, q_ids_t, k_ids_s, transpose: bool):
     """What query rows see of key columns: bool [block_t, block_s], or its transpose."""
-    ahead = _pair(columns_s, rows_t + call.offset, transpose, lambda key, query: key - query)
-    seen = _pair(columns_s, rows_t, transpose, lambda key, query: (key < call.S) & (query < call.T))
-    if call.ahead is not None:
-        seen &= ahead <= call.ahead
-    if call.back is not None:
-        seen &= ahead >= -call.back
-    if call.segments:
+    ahead = _pair(columns_s, rows_t + plan.offset, transpose, lambda key, query: key - query)
+    seen = _pair(columns_s, rows_t, transpose, lambda key, query: (key < plan.S) & (query < plan.T))
+    if plan.ahead is not None:
+        seen &= ahead <= plan.ahead
+    if plan.back is not None:
+        seen &= ahead >= -plan.back
+    if plan.segments:
         seen &= _pair(k_ids_s, q_ids_t, transpose, lambda key, query: key == query)
     return seen
 
 
-def _own(call: Call, rows_t, columns_s, transpose: bool):
-    return _pair(columns_s, rows_t + call.offset, transpose, lambda key, query: key == query)
+def _dropped(plan: Plan, rows_t, columns_s, kept_x, transpose: bool):
+    """The diagonal, except where it is kept: `kept_x` is of the tokens of the first axis."""
+    own = _pair(columns_s, rows_t + plan.offset, transpose, lambda key, query: key == query)
+    return own & jnp.logical_not(kept_x)[:, None]
 
 
 def _pair(of_key_s, of_query_t, transpose: bool, f):
@@ -303,10 +309,10 @@ def _block(length: int, block: int, j, masked: bool):
     return pl.ds(j * block, block), positions, positions < length if masked and length % block else None
 
 
-def _load(ref, call: Call, inside):
+def _load(ref, plan: Plan, inside):
     """A tile [rows, E padded], zero outside the array."""
     columns = jnp.arange(ref.shape[-1])
-    mask = None if ref.shape[-1] == call.E else (columns < call.E)[None, :]
+    mask = None if ref.shape[-1] == plan.E else (columns < plan.E)[None, :]
     if inside is not None:
         mask = inside[:, None] if mask is None else mask & inside[:, None]
     return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
@@ -316,12 +322,12 @@ def _load_ids(ref, inside):
     return plgpu.load(ref, mask=inside, other=None if inside is None else 0)
 
 
-def _store(ref, x_t, inside, ragged):
+def _store_row(ref, x_t, inside, ragged):
     plgpu.store(ref, x_t.astype(ref.dtype), mask=inside if ragged else None)
 
 
-def _store_tile(ref, x_tE, call: Call, inside, ragged):
-    mask = None if ref.shape[-1] == call.E else (jnp.arange(ref.shape[-1]) < call.E)[None, :]
+def _store_tile(ref, x_tE, plan: Plan, inside, ragged):
+    mask = None if ref.shape[-1] == plan.E else (jnp.arange(ref.shape[-1]) < plan.E)[None, :]
     if ragged:
         mask = inside[:, None] if mask is None else mask & inside[:, None]
     plgpu.store(ref, x_tE.astype(ref.dtype), mask=mask)
