@@ -1,0 +1,128 @@
+"""Which (query block, key block) pairs a kernel visits, and in which order: the grid's last axis is a list, not a rectangle.
+
+Positions decide at trace time, so that a causal or windowed mask costs what it shows. Segment ids decide while running: a pair
+whose ids cannot meet is still a grid step, but loads nothing and computes nothing.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kernels.fused import Call
+
+LANES = 128
+# Bits of a step's flags: it opens or closes a run of steps on one outer block, and what there is to do in between.
+FIRST, LAST, COMPUTE, MASKED, DONE = 1, 2, 4, 8, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Block sizes. Multiples of 128, or at most 128 altogether; `compute` divides `kv`.
+
+    Attributes:
+      q: query rows of a block.
+      kv: keys of a block.
+      compute: keys that are in registers at a time.
+    """
+
+    q: int
+    kv: int
+    compute: int
+
+    def fit(self, T: int, S: int) -> "Blocks":
+        """The same sizes, no larger than T queries and S keys need."""
+        q, kv = min(self.q, _round_up(T, LANES)), min(self.kv, _round_up(S, LANES))
+        compute = min(self.compute, kv)
+        return Blocks(q, kv, compute if kv % compute == 0 else LANES)
+
+
+FORWARD = Blocks(1024, 1024, 512)
+BACKWARD = Blocks(1024, 1024, 512)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """One call in blocks. The T queries are the last of the S tokens."""
+
+    call: Call
+    T: int
+    S: int
+    blocks: Blocks
+
+    @property
+    def offset(self) -> int:
+        """The position of the first query."""
+        return self.S - self.T
+
+    @property
+    def padded_T(self) -> int:
+        return _round_up(self.T, self.blocks.q)
+
+    @property
+    def padded_S(self) -> int:
+        return _round_up(self.S, self.blocks.kv)
+
+    def pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Query block i, key block j and whether any weight needs a second look, for every pair that shows anything; i outermost."""
+        q, kv = self.blocks.q, self.blocks.kv
+        i, j = np.divmod(np.arange(self.padded_T // q * (self.padded_S // kv), dtype=np.int32), self.padded_S // kv)
+        # The least and the most that a key of block j is ahead of a query of block i.
+        least = j * kv - (self.offset + i * q + q - 1)
+        most = least + kv + q - 2
+        seen, whole = np.ones(i.shape, bool), (j + 1) * kv <= self.S
+        if self.call.causal:
+            seen, whole = seen & (least <= 0), whole & (most <= 0)
+        if (window := self.call.window) is not None:
+            seen, whole = seen & (most > -window), whole & (least > -window)
+            if not self.call.causal:
+                seen, whole = seen & (least < window), whole & (most < window)
+        if self.call.drop_diagonal:
+            whole &= (least > 0) | (most < 0)
+        return i[seen], j[seen], ~whole[seen]
+
+
+def edges(outer: np.ndarray) -> np.ndarray:
+    """FIRST and LAST for the runs of equal numbers in `outer`."""
+    change = outer[1:] != outer[:-1]
+    return FIRST * np.append(True, change) + LAST * np.append(change, True)
+
+
+def with_segments(
+    segment_ids: jax.Array, grid: Grid, q_step: np.ndarray, k_step: np.ndarray, flags: np.ndarray, loaded: np.ndarray
+) -> tuple[jax.Array, jax.Array]:
+    """`flags` and `loaded` [B * N] for every row of the batch: pairs whose range of ids does not meet neither compute nor load.
+
+    Args:
+      segment_ids: int32 [B, S]. loaded: the block index that the kernel's inner loop loads at each of the N steps; a step that
+      does not compute repeats the one
+        before, which costs no copy.
+    """
+    q_ids, k_ids = padded_ids(segment_ids, grid)
+    q_ids, k_ids = (x.reshape(len(x), -1, size) for x, size in ((q_ids, grid.blocks.q), (k_ids, grid.blocks.kv)))
+    meet = (q_ids.min(2)[:, q_step] <= k_ids.max(2)[:, k_step]) & (k_ids.min(2)[:, k_step] <= q_ids.max(2)[:, q_step])
+    steps = np.arange(len(flags), dtype=np.int32)
+    last_run = jnp.maximum(lax.cummax(jnp.where(meet, steps, -1), axis=1), 0)
+    flags = jnp.where(meet, flags | COMPUTE | MASKED, flags & ~np.int32(COMPUTE))
+    return flags.reshape(-1), jnp.asarray(loaded)[last_run].reshape(-1)
+
+
+def rows_first(x_BTHE: jax.Array, padded_T: int) -> jax.Array:
+    """[B, T, H, E] -> [B, H, padded_T, E], as the kernels read it."""
+    T = x_BTHE.shape[1]
+    return jnp.pad(x_BTHE.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded_T - T), (0, 0)))
+
+
+def padded_ids(segment_ids: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
+    """The ids of the queries and of the keys as int32 [B, T] and [B, S], padded to whole blocks."""
+    q_ids = segment_ids[:, grid.offset :]
+    return (
+        jnp.pad(q_ids, ((0, 0), (0, grid.padded_T - grid.T)), mode="edge"),
+        jnp.pad(segment_ids, ((0, 0), (0, grid.padded_S - grid.S)), mode="edge"),
+    )
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to

@@ -1,0 +1,51 @@
+"""What the forward and the backward kernel do alike to one tile of scores."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels.fused import Call
+
+LOG2E = 1.4426950408889634
+NT = (((1,), (1,)), ((), ()))
+NN = (((1,), (0,)), ((), ()))
+TN = (((0,), (0,)), ((), ()))
+
+
+def dot(a: jax.Array, b: jax.Array, dims) -> jax.Array:
+    """A product with float32 sums; float32 inputs are not rounded to bfloat16."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def scores(call: Call, q: jax.Array, k: jax.Array, keys_first: bool = False) -> jax.Array:
+    """log2(e) times the scores, [queries, keys] or the other way round."""
+    s = dot(k, q, NT) if keys_first else dot(q, k, NT)
+    if call.softcap is None:
+        return s * (call.scale * LOG2E)
+    return jnp.tanh(s * (call.scale / call.softcap)) * (call.softcap * LOG2E)
+
+
+def visible(call: Call, q_position: jax.Array, k_position: jax.Array, num_keys: int | None) -> jax.Array | None:
+    """Whether a query sees a key, by position; None: it does. `num_keys` where the last key block is padded."""
+    seen = None
+    if call.causal:
+        seen = k_position <= q_position
+    if call.window is not None:
+        seen = both(seen, k_position > q_position - call.window)
+        if not call.causal:
+            seen = both(seen, k_position < q_position + call.window)
+    if num_keys is not None:
+        seen = both(seen, k_position < num_keys)
+    return seen
+
+
+def both(a: jax.Array | None, b: jax.Array) -> jax.Array:
+    return b if a is None else a & b
+
+
+def lanes(x_128: jax.Array, width: int) -> jax.Array:
+    """A number per row, the same in each of 128 lanes, in `width` lanes."""
+    if width <= x_128.shape[1]:
+        return x_128[:, :width]
+    return jnp.tile(x_128, (1, -(-width // x_128.shape[1])))[:, :width]
