@@ -39,7 +39,7 @@ def make_step(model: Model, tx: optax.GradientTransformation, lr: optax.Schedule
         metrics = {
             "loss": sums.nll / tokens,
             "z": sums.z / tokens,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "lr": jnp.asarray(lr(state.step), jnp.float32),
             "tokens": sums.tokens,
         }
