@@ -1,8 +1,12 @@
+import subprocess
+import sys
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tests.data.helpers import documents, settings
+from tests.helpers import subprocess_env
 from xsa_jax.data import python_text
 from xsa_jax.data.prepare import prepare
 from xsa_jax.data.store import TokenStore
@@ -37,8 +41,9 @@ def test_it_is_about_two_megabytes_of_distinct_english(corpus):
 
 
 def test_it_is_the_same_every_time(corpus, tmp_path):
-    again = python_text.write(tmp_path / "again")
-    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in corpus]
+    run = [sys.executable, "-m", "xsa_jax.data.python_text", "--output", str(tmp_path)]
+    subprocess.run(run, env=subprocess_env(PYTHONHASHSEED="1"), check=True, capture_output=True)
+    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [path.read_bytes() for path in corpus]
 
 
 def test_it_prepares(corpus, tmp_path):
