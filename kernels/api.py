@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from kernels import compose, reference
 from kernels.spec import CAUSAL, MaskSpec, Projection
@@ -45,12 +44,13 @@ def attention(
       impl: "auto", or an implementation by name. It honours everything it is given or raises.
 
     Returns:
-      z_BTHE in the dtype of q, named "attention_out" for rematerialisation policies.
+      z_BTHE in the dtype of q. With impl="xla" the policy `jax.checkpoint_policies.save_only_these_names("attention_out")` spares a
+      rematerialised layer its second forward pass of attention.
 
     Raises:
       ValueError: at trace time, naming the argument.
     """
-    _check_arrays(q_BTHE, k_BSKE, v_BSKE, mask, xsa, sinks_H, v_self_BTKE)
+    _check_arrays(q_BTHE, k_BSKE, v_BSKE, mask, xsa, sinks_H, v_self_BTKE, scale)
     name = check(
         impl,
         dtype=q_BTHE.dtype,
@@ -63,10 +63,8 @@ def attention(
         tail=q_BTHE.shape[1] != k_BSKE.shape[1],
         xsa=xsa,
     )
-    v_self_BTKE = v_BSKE if v_self_BTKE is None else v_self_BTKE
     scale = q_BTHE.shape[-1] ** -0.5 if scale is None else scale
-    z_BTHE = IMPLEMENTATIONS[name](q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, mask, xsa, sinks_H, softcap, scale)
-    return checkpoint_name(z_BTHE, "attention_out")
+    return IMPLEMENTATIONS[name](q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, mask, xsa, sinks_H, softcap, scale)
 
 
 def check(
@@ -82,7 +80,7 @@ def check(
     tail: bool = False,
     xsa: Projection | None = None,
 ) -> str:
-    """The implementation that `attention` will run for these features: `impl` itself, or what "auto" picks. Needs no arrays.
+    """The implementation that `attention` runs for these features: `impl` itself, or what "auto" picks. Needs no arrays.
 
     Args:
       tail: the queries are fewer than the keys (chunked prefill, decoding).
@@ -90,33 +88,31 @@ def check(
     Raises:
       ValueError: names the argument that is wrong, or the feature that the implementation cannot honour.
     """
-    if jnp.dtype(dtype).name not in DTYPES:
-        raise ValueError(f"dtype={jnp.dtype(dtype).name}: expected one of {', '.join(DTYPES)}")
-    if window is not None and window < 1:
-        raise ValueError(f"mask.window={window}: expected at least 1 (the token itself), or None for no window")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap}: expected a positive number, or None for no cap")
-    if xsa is not None and xsa.zero_rule not in ("clamp", "add", "exact"):
-        raise ValueError(f"xsa.zero_rule={xsa.zero_rule!r}: expected 'clamp', 'add' or 'exact'")
-    if xsa is not None and xsa.zero_rule != "exact" and not xsa.eps > 0:
-        raise ValueError(f"xsa.eps={xsa.eps} with xsa.zero_rule={xsa.zero_rule!r}: expected a positive number")
+    dtype = jnp.dtype(dtype).name
+    _need(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
+    _need(
+        window is None or (isinstance(window, int) and window >= 1), "mask.window", window, "None or at least 1 (the token itself)"
+    )
+    _need(softcap is None or (_is_number(softcap) and softcap > 0), "softcap", softcap, "None or a positive number")
+    if xsa is not None:
+        _need(xsa.zero_rule in ("clamp", "add", "exact"), "xsa.zero_rule", xsa.zero_rule, "'clamp', 'add' or 'exact'")
+        _need(xsa.zero_rule == "exact" or (_is_number(xsa.eps) and xsa.eps > 0), "xsa.eps", xsa.eps, "a positive number")
+    _need(impl == "auto" or impl in IMPLEMENTATIONS, "impl", impl, f"'auto' or one of {', '.join(IMPLEMENTATIONS)}")
     if impl == "auto":
+        # The only one that is fast, honours every feature and had its values checked. cuDNN joins once a device has checked it.
         return "xla"
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r}: expected 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}")
     if impl == "cudnn":
         refused = {
-            f"dtype={jnp.dtype(dtype).name}": jnp.dtype(dtype).name not in ("bfloat16", "float16"),
-            f"head_dim={head_dim}": head_dim % 8 != 0 or head_dim > 256,
+            f"dtype={dtype}": dtype not in ("bfloat16", "float16"),
+            f"head_dim={head_dim} (only multiples of 8 up to 256)": head_dim % 8 != 0 or head_dim > 256,
             "mask.segment_ids": segments,
             "mask.window without mask.causal": window is not None and not causal,
             "sinks_H": sinks,
             "softcap": softcap is not None,
-            "fewer queries than keys": tail and (causal or window is not None),
+            "mask.causal with fewer queries than keys": tail and causal,
         }
-        bad = [feature for feature, no in refused.items() if no]
-        if bad:
-            raise ValueError(f"impl='cudnn' cannot honour {', '.join(bad)}; impl='xla' can")
+        named = ", ".join(feature for feature, found in refused.items() if found)
+        _need(not named, "impl", f"'cudnn', which cannot honour {named}", "'xla', which can")
     return impl
 
 
@@ -128,25 +124,22 @@ def _check_arrays(
     xsa: Projection | None,
     sinks: jax.Array | None,
     v_self: jax.Array | None,
+    scale: float | None,
 ) -> None:
-    def need(good: bool, argument: str, found: object, expected: str) -> None:
-        if not good:
-            raise ValueError(f"{argument}: found {found}, expected {expected}")
-
-    need(q.ndim == 4, "q_BTHE", q.shape, "four axes [B, T, H, E]")
+    _need(q.ndim == 4, "q_BTHE", q.shape, "four axes [B, T, H, E]")
     B, T, H, E = q.shape
-    need(k.ndim == 4 and k.shape[0] == B and k.shape[3] == E, "k_BSKE", k.shape, f"[{B}, S, K, {E}] to fit q_BTHE {q.shape}")
+    _need(k.ndim == 4 and k.shape[0] == B and k.shape[3] == E, "k_BSKE", k.shape, f"[{B}, S, K, {E}] to fit q_BTHE {q.shape}")
     S, K = k.shape[1:3]
-    need(v.shape == k.shape, "v_BSKE", v.shape, f"the shape of k_BSKE, {k.shape}")
-    need(K > 0 and H % K == 0, "q_BTHE", f"{H} heads", f"a multiple of the {K} KV heads of k_BSKE")
-    need(k.dtype == q.dtype, "k_BSKE", k.dtype, f"the dtype of q_BTHE, {q.dtype}")
-    need(v.dtype == q.dtype, "v_BSKE", v.dtype, f"the dtype of q_BTHE, {q.dtype}")
+    _need(v.shape == k.shape, "v_BSKE", v.shape, f"the shape of k_BSKE, {k.shape}")
+    _need(K > 0 and H % K == 0, "q_BTHE", f"{H} heads", f"a multiple of the {K} KV heads of k_BSKE")
+    _need(k.dtype == q.dtype, "k_BSKE", k.dtype, f"the dtype of q_BTHE, {q.dtype}")
+    _need(v.dtype == q.dtype, "v_BSKE", v.dtype, f"the dtype of q_BTHE, {q.dtype}")
     if v_self is not None:
-        need(v_self.shape == (B, T, K, E), "v_self_BTKE", v_self.shape, f"{(B, T, K, E)}")
-        need(v_self.dtype == q.dtype, "v_self_BTKE", v_self.dtype, f"the dtype of q_BTHE, {q.dtype}")
+        _need(v_self.shape == (B, T, K, E), "v_self_BTKE", v_self.shape, f"{(B, T, K, E)}")
+        _need(v_self.dtype == q.dtype, "v_self_BTKE", v_self.dtype, f"the dtype of q_BTHE, {q.dtype}")
     placed = mask.causal or mask.window is not None or mask.segment_ids is not None
     if xsa is not None or placed:
-        need(
+        _need(
             T == S or (T < S and v_self is not None),
             "v_self_BTKE",
             "None" if v_self is None else v_self.shape,
@@ -154,10 +147,20 @@ def _check_arrays(
         )
     if mask.segment_ids is not None:
         ids = mask.segment_ids
-        need(ids.shape == (B, S), "mask.segment_ids", ids.shape, f"{(B, S)}")
-        need(ids.dtype == jnp.int32, "mask.segment_ids", ids.dtype, "int32")
+        _need(ids.shape == (B, S), "mask.segment_ids", ids.shape, f"{(B, S)}")
+        _need(ids.dtype == jnp.int32, "mask.segment_ids", ids.dtype, "int32")
+    _need(scale is None or _is_number(scale), "scale", scale, "None or a number that is known when the program is traced")
     if sinks is not None:
-        need(sinks.shape == (H,), "sinks_H", sinks.shape, f"{(H,)}")
-        need(jnp.issubdtype(sinks.dtype, jnp.floating), "sinks_H", sinks.dtype, "a floating dtype")
+        _need(sinks.shape == (H,), "sinks_H", sinks.shape, f"{(H,)}")
+        _need(jnp.issubdtype(sinks.dtype, jnp.floating), "sinks_H", sinks.dtype, "a floating dtype")
     if xsa is not None:
-        need(jnp.shape(xsa.alpha) in ((), (H,)), "xsa.alpha", jnp.shape(xsa.alpha), f"one number or {(H,)}")
+        _need(jnp.shape(xsa.alpha) in ((), (H,)), "xsa.alpha", jnp.shape(xsa.alpha), f"one number or {(H,)}")
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float)
+
+
+def _need(good: bool, argument: str, found: object, expected: str) -> None:
+    if not good:
+        raise ValueError(f"{argument}: found {found}, expected {expected}")

@@ -1,8 +1,8 @@
-"""Attention in plain XLA, block by block, forward and backward: a T x S matrix never exists, and no block that the mask hides is visited.
+"""Attention in plain XLA, block by block: a T x S matrix never exists, and a block that the mask hides is never visited.
 
-The method is FlashAttention's (arXiv 2205.14135): an online softmax over key blocks forward; backward, the weights again from
-q, k and the saved log-sum-exp. One `lax.scan` runs over the list of (query block, key block) pairs that the positions leave visible,
-so that causal and windowed masks cost what they show.
+The method is FlashAttention's (arXiv 2205.14135): forward, an online softmax over key blocks; backward, the weights once more
+from q, k and the saved log-sum-exp. One `lax.scan` runs over the list of (query block, key block) pairs that positions leave
+visible, so that causal and windowed masks cost what they show.
 
 Axes beside the package's: N query blocks of t rows, M key blocks of s columns.
 """
@@ -24,13 +24,18 @@ def forward(
     k_BSKE: jax.Array,
     v_BSKE: jax.Array,
     mask: MaskSpec,
+    skip_BTK: jax.Array | None,
     sinks_KG: jax.Array | None,
     softcap: float | None,
     scale: float,
     block: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns y [B, T, K, G, E] and the log-sum-exp of the scores [B, T, K, G] (sinks included), both in float32 or better."""
-    grid = _Grid(q_BTKGE, k_BSKE, mask, softcap, scale, block)
+    """Returns y [B, T, K, G, E] and the log-sum-exp of the scores [B, T, K, G] (sinks included), both in float32 or better.
+
+    Args:
+      skip_BTK: bool, the rows whose own value is left out of y, though its weight stays in the softmax; None: no row.
+    """
+    grid = _Grid(q_BTKGE, k_BSKE, mask, skip_BTK, softcap, scale, block)
     q_NBKGtE, k_MBKsE, v_MBKsE = grid.queries(q_BTKGE), grid.keys(k_BSKE), grid.keys(v_BSKE)
     wide = jnp.promote_types(q_BTKGE.dtype, jnp.float32)
 
@@ -49,7 +54,8 @@ def forward(
         m_new = jnp.maximum(m_old, s_BKGts.max(-1))
         p_BKGts = jnp.exp(s_BKGts - m_new[..., None])
         shrink = jnp.exp(m_old - m_new)
-        acc = acc_NBKGtE[i] * shrink[..., None] + _dot("BKGts,BKsE->BKGtE", p_BKGts.astype(v_BSKE.dtype), v_MBKsE[j])
+        p_narrow = grid.without_own(p_BKGts, i, j).astype(v_BSKE.dtype)
+        acc = acc_NBKGtE[i] * shrink[..., None] + _dot("BKGts,BKsE->BKGtE", p_narrow, v_MBKsE[j])
         carry = (
             acc_NBKGtE.at[i].set(acc),
             m_NBKGt.at[i].set(m_new),
@@ -71,6 +77,7 @@ def backward(
     k_BSKE: jax.Array,
     v_BSKE: jax.Array,
     mask: MaskSpec,
+    skip_BTK: jax.Array | None,
     softcap: float | None,
     scale: float,
     block: int,
@@ -78,8 +85,13 @@ def backward(
     dy_BTKGE: jax.Array,
     delta_BTKG: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of q, k and v in float32 or better, for dy in the dtype of q and delta = rowsum(y * dy) of that same dy."""
-    grid = _Grid(q_BTKGE, k_BSKE, mask, softcap, scale, block)
+    """Returns the gradients of q, k and v in float32 or better.
+
+    Args:
+      dy_BTKGE: the cotangent of y, rounded to the dtype of q.
+      delta_BTKG: rowsum(y * dy) of that rounded dy, in float32 or better.
+    """
+    grid = _Grid(q_BTKGE, k_BSKE, mask, skip_BTK, softcap, scale, block)
     q_NBKGtE, k_MBKsE, v_MBKsE, dy_NBKGtE = grid.queries(q_BTKGE), grid.keys(k_BSKE), grid.keys(v_BSKE), grid.queries(dy_BTKGE)
     lse_NBKGt1 = grid.queries(lse_BTKG[..., None], pad=jnp.inf)
     delta_NBKGt1 = grid.queries(delta_BTKG[..., None])
@@ -91,14 +103,16 @@ def backward(
         q, k, v, dy = q_NBKGtE[i], k_MBKsE[j], v_MBKsE[j], dy_NBKGtE[i]
         s_BKGts = grid.scores(q, k)
         p_BKGts = jnp.where(grid.seen(i, j), jnp.exp(s_BKGts - lse_NBKGt1[i]), 0)
-        ds_BKGts = p_BKGts * (_dot("BKGtE,BKsE->BKGts", dy, v) - delta_NBKGt1[i])
+        dp_BKGts = grid.without_own(_dot("BKGtE,BKsE->BKGts", dy, v), i, j)
+        ds_BKGts = p_BKGts * (dp_BKGts - delta_NBKGt1[i])
         if softcap is not None:
             ds_BKGts *= 1 - (s_BKGts / softcap) ** 2
         ds_BKGts = (ds_BKGts * scale).astype(narrow)
+        p_narrow = grid.without_own(p_BKGts, i, j).astype(narrow)
         carry = (
             dq_NBKGtE.at[i].add(_dot("BKGts,BKsE->BKGtE", ds_BKGts, k)),
             dk_MBKsE.at[j].add(_dot("BKGts,BKGtE->BKsE", ds_BKGts, q)),
-            dv_MBKsE.at[j].add(_dot("BKGts,BKGtE->BKsE", p_BKGts.astype(narrow), dy)),
+            dv_MBKsE.at[j].add(_dot("BKGts,BKGtE->BKsE", p_narrow, dy)),
         )
         return carry, None
 
@@ -110,7 +124,7 @@ def backward(
 class _Grid:
     """How one call is cut into blocks, and what a query block sees of a key block."""
 
-    def __init__(self, q_BTKGE, k_BSKE, mask: MaskSpec, softcap: float | None, scale: float, block: int):
+    def __init__(self, q_BTKGE, k_BSKE, mask: MaskSpec, skip_BTK, softcap: float | None, scale: float, block: int):
         self.T, self.S = q_BTKGE.shape[1], k_BSKE.shape[1]
         self.t, self.s = min(block, self.T), min(block, self.S)
         self.mask, self.softcap, self.scale = mask, softcap, scale
@@ -130,6 +144,7 @@ class _Grid:
         if mask.segment_ids is not None:
             self.q_ids_NBt = _cut(mask.segment_ids[:, self.S - self.T :], self.t)
             self.k_ids_MBs = _cut(mask.segment_ids, self.s)
+        self.skip_NBtK = None if skip_BTK is None else _cut(skip_BTK, self.t)
 
     def queries(self, x_BTKGE: jax.Array, pad: float = 0) -> jax.Array:
         return _cut(x_BTKGE, self.t, pad).transpose(0, 1, 3, 4, 2, 5)
@@ -149,13 +164,24 @@ class _Grid:
         s_BKGts = _dot("BKGtE,BKsE->BKGts", q_BKGtE, k_BKsE) * self.scale
         return s_BKGts if self.softcap is None else self.softcap * jnp.tanh(s_BKGts / self.softcap)
 
+    def positions(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.S - self.T + i * self.t + jnp.arange(self.t), j * self.s + jnp.arange(self.s)
+
     def seen(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """What query block i sees of key block j: bool, broadcasts to [B, K, G, t, s]."""
-        k_positions = j * self.s + jnp.arange(self.s)
-        seen = visible(self.mask, self.S - self.T + i * self.t + jnp.arange(self.t), k_positions) & (k_positions < self.S)
+        q_positions, k_positions = self.positions(i, j)
+        seen = visible(self.mask, q_positions, k_positions) & (k_positions < self.S)
         if self.mask.segment_ids is None:
             return seen
         return (seen & (self.q_ids_NBt[i][:, :, None] == self.k_ids_MBs[j][:, None, :]))[:, None, None]
+
+    def without_own(self, x_BKGts: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        """x with 0 where a query of a skipped row meets its own key."""
+        if self.skip_NBtK is None:
+            return x_BKGts
+        q_positions, k_positions = self.positions(i, j)
+        skip_BKt1 = self.skip_NBtK[i].transpose(0, 2, 1)[..., None]
+        return jnp.where((skip_BKt1 & (q_positions[:, None] == k_positions))[:, :, None], 0, x_BKGts)
 
 
 def _cut(x_BT: jax.Array, size: int, pad: float = 0) -> jax.Array:

@@ -88,7 +88,7 @@ def attention(
     q_BTHE: jax.Array,
     k_BSKE: jax.Array,
     v_BSKE: jax.Array,
-    v_self_BTKE: jax.Array,
+    v_self_BTKE: jax.Array | None,
     mask: MaskSpec,
     xsa: Projection | None,
     sinks_H: jax.Array | None,
@@ -96,6 +96,7 @@ def attention(
     scale: float,
 ) -> jax.Array:
     p_BKGTS = weights(q_BTHE, k_BSKE, mask, sinks_H, softcap, scale)
-    y_BTKGE = jnp.einsum("BKGTS,BSKE->BTKGE", p_BKGTS, v_BSKE.astype(p_BKGTS.dtype), precision=lax.Precision.HIGHEST)
-    z_BTKGE = y_BTKGE if xsa is None else project(y_BTKGE, v_self_BTKE, xsa)
+    v_BSKE = v_BSKE.astype(p_BKGTS.dtype)
+    y_BTKGE = jnp.einsum("BKGTS,BSKE->BTKGE", p_BKGTS, v_BSKE, precision=lax.Precision.HIGHEST)
+    z_BTKGE = y_BTKGE if xsa is None else project(y_BTKGE, v_BSKE if v_self_BTKE is None else v_self_BTKE, xsa)
     return z_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype)

@@ -1,0 +1,151 @@
+"""Every implementation gives the oracle's values and gradients, for every mask and variant."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kernels
+from kernels import MaskSpec, compose
+from tests.kernels import oracle
+from tests.kernels.cases import Variant, arrays, assert_close, errors, expected, rounded, run
+
+XSA = Variant(rule="clamp")
+RULES = {"sa": 1.0, "clamp": 1e-12, "clamped": 30.0, "add": 1e-2, "exact": 1e-12}
+
+
+def variant(x, causal, window, segments, sinks, softcap, rule, per_head, own):
+    """One combination. "clamped" is "clamp" with an eps that most |v|^2 are below."""
+    return Variant(
+        mask=MaskSpec(causal, window, x["segment_ids"] if segments else None),
+        sinks=x["sinks"] if sinks else None,
+        softcap=1.5 if softcap else None,
+        rule=None if rule == "sa" else rule.removesuffix("ed"),
+        eps=RULES[rule],
+        alpha=x["alpha"] if per_head else 1.0,
+        v_self=x["v"][:, ::-1] if own else None,
+        scale=0.7 if own else None,
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_reference_equals_oracle(rule):
+    x = arrays()
+    with jax.enable_x64(True):
+        for causal, window, segments, sinks, softcap in itertools.product((True, False), (None, 5), *[(False, True)] * 3):
+            own, per_head = segments != softcap, sinks != causal
+            case = variant(x, causal, window, segments, sinks, softcap, rule, per_head, own)
+            assert_close(run(x, "reference", case, jit=False), expected(x, case), 1e-12)
+
+
+# Every pair of values of two features occurs in some row.
+PAIRWISE = [
+    # causal window segments sinks softcap rule per_head own
+    (True, None, False, False, False, "sa", False, False),
+    (True, None, False, False, False, "clamp", False, False),
+    (True, None, True, True, True, "clamped", True, True),
+    (True, 1, True, False, False, "exact", True, False),
+    (True, 1, False, True, True, "sa", False, True),
+    (True, 5, False, True, False, "add", True, False),
+    (True, 5, True, False, True, "clamp", False, True),
+    (True, 100, True, True, False, "sa", False, False),
+    (True, 100, False, False, True, "exact", True, True),
+    (False, None, True, True, False, "add", False, True),
+    (False, None, False, False, True, "exact", False, False),
+    (False, 1, False, False, True, "add", False, False),
+    (False, 1, True, True, False, "clamped", True, False),
+    (False, 5, True, False, False, "sa", False, True),
+    (False, 5, False, True, True, "exact", False, False),
+    (False, 5, False, False, False, "clamped", False, True),
+    (False, 100, True, True, True, "clamp", True, False),
+]
+
+
+@pytest.mark.parametrize("row", PAIRWISE, ids=lambda row: "-".join(map(str, row)))
+def test_xla_equals_oracle(row, monkeypatch):
+    monkeypatch.setattr(compose, "BLOCK", 8)  # 23 tokens: two whole blocks and a part of one
+    x = arrays()
+    case = variant(x, *row)
+    with jax.enable_x64(True):
+        assert_close(run(x, "xla", case), expected(x, case), 1e-12)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+def test_float32(impl, monkeypatch):
+    monkeypatch.setattr(compose, "BLOCK", 8)
+    x = arrays(dtype=np.float32)
+    case = variant(x, True, 9, True, True, True, "clamp", True, False)
+    assert_close(run(x, impl, case), expected(x, case), 2e-6)
+
+
+@pytest.mark.parametrize(("T", "H", "K"), [(1, 4, 2), (8, 4, 4), (17, 4, 1), (40, 6, 3)])
+def test_shapes(T, H, K, monkeypatch):
+    x = arrays(T=T, H=H, K=K, dtype=np.float32)
+    for block in (8, 512):
+        monkeypatch.setattr(compose, "BLOCK", block)
+        assert_close(run(x, "xla", XSA), expected(x, XSA), 2e-6)
+
+
+def test_plain_attention_is_what_jax_ships():
+    x = {name: jnp.asarray(a, jnp.float32) for name, a in arrays().items()}
+    theirs = jax.nn.dot_product_attention(x["q"], x["k"], x["v"], is_causal=True, local_window_size=(3, 0))
+    ours = kernels.attention(x["q"], x["k"], x["v"], mask=MaskSpec(window=4))
+    np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+# Bounds on |error| / |value| in bfloat16, where rounding the result alone costs 0.0017. `pull` sets a token's weight on itself.
+@pytest.mark.parametrize(("pull", "own_weight", "dv_bound"), [(0.0, 0.05, 0.0035), (2.0, 0.44, 0.01), (6.0, 0.97, 0.2)])
+@pytest.mark.parametrize("common", [0.0, 2.0])
+def test_bfloat16_budget(pull, own_weight, dv_bound, common, monkeypatch):
+    monkeypatch.setattr(compose, "BLOCK", 32)
+    x = arrays(B=1, T=96, H=2, K=2, E=64)
+    x["k"] += pull * x["q"] / 4
+    x["v"] += common * np.random.default_rng(1).normal(size=64)
+    x, narrow = rounded(x, jnp.bfloat16)
+    want = expected(x, XSA)
+    assert np.mean(np.diagonal(want["p"], axis1=2, axis2=3)) == pytest.approx(own_weight, abs=0.02)
+    bounds = {"z": 0.0025, "dq": 0.004, "dk": 0.004}
+    for impl, more in (("reference", {"dv": 0.002}), ("xla", {"dv": dv_bound})):
+        got = run(narrow, impl, XSA)
+        found = {
+            name: float(np.linalg.norm(np.asarray(got[name], np.float64) - want[name]) / np.linalg.norm(want[name]))
+            for name in {**bounds, **more}
+        }
+        assert all(found[name] <= bound for name, bound in {**bounds, **more}.items()), (impl, found)
+
+
+def test_weights_are_the_oracles():
+    x = arrays(dtype=np.float32)
+    mask = MaskSpec(window=7, segment_ids=x["segment_ids"])
+    p_BKGTS = kernels.weights(x["q"], x["k"], mask, x["sinks"], softcap=2.0, scale=0.9)
+    want = oracle.run(x["q"], x["k"], x["v"], window=7, segment_ids=x["segment_ids"], sinks=x["sinks"], softcap=2.0, scale=0.9)["p"]
+    B, H, T, S = want.shape
+    np.testing.assert_allclose(np.asarray(p_BKGTS).reshape(B, H, T, S), want, atol=1e-6)
+
+
+def test_tail_of_the_queries_is_the_end_of_the_whole(monkeypatch):
+    """Chunked prefill and decoding: fewer queries than keys, own values given."""
+    monkeypatch.setattr(compose, "BLOCK", 8)
+    x = arrays(dtype=np.float32)
+    mask = MaskSpec(window=6, segment_ids=x["segment_ids"])
+    for impl in ("reference", "xla"):
+        whole = kernels.attention(x["q"], x["k"], x["v"], mask=mask, xsa=kernels.Projection(), impl=impl)
+        for t in (1, 9):
+            tail = kernels.attention(
+                x["q"][:, -t:], x["k"], x["v"], v_self_BTKE=x["v"][:, -t:], mask=mask, xsa=kernels.Projection(), impl=impl
+            )
+            np.testing.assert_allclose(tail, whole[:, -t:], atol=2e-6)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 5), (False, None)])
+def test_cudnn_asks_for_the_right_attention(causal, window, monkeypatch):
+    """No device runs cuDNN here, so jax's `xla` form of the same function answers its call: mask, scale, heads, projection."""
+    ask = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **k: ask(*a, **{**k, "implementation": "xla"}))
+    x, narrow = rounded(arrays(E=8), jnp.bfloat16)
+    case = Variant(MaskSpec(causal, window), "clamp", alpha=x["alpha"], scale=0.5)
+    found = errors(run(narrow, "cudnn", case), expected(x, case))
+    assert max(found.values()) < 0.02, found
