@@ -37,8 +37,8 @@ class _Scratch(NamedTuple):
     """Per row, in all 128 lanes: the running maximum, 128 partial sums of the weights, 1 / n2, and the key that is its diagonal."""
 
     acc: Any
-    m: Any
-    l: Any
+    maximum: Any
+    total: Any
     inverse: Any = None
     diagonal: Any = None
 
@@ -61,9 +61,7 @@ def forward(
     grid = Grid(call, T, S, (blocks or schedule.FORWARD).fit(T, S))
     bq, bkv = grid.blocks.q, grid.blocks.kv
     i, j, masked = grid.pairs()
-    flags, loaded = schedule.edges(i) | COMPUTE | MASKED * masked, j
-    if segment_ids is not None:
-        flags, loaded = schedule.with_segments(segment_ids, grid, i, j, flags, loaded)
+    flags, loaded = schedule.with_segments(segment_ids, grid, i, j, schedule.edges(i) | COMPUTE | MASKED * masked, j)
     at = functools.partial(_at, None if segment_ids is None else len(i))
 
     row_spec = pl.BlockSpec((None, None, bq, E), lambda b, h, n, i, *_: (b, h, i[n], 0))
@@ -146,14 +144,14 @@ def _kernel(grid: Grid, at, masked: np.ndarray, i_ref, j_ref, flags_ref, _, x: _
 def _open(call: Call, h, q_start, x: _Inputs, t: _Scratch):
     t.acc[...] = jnp.zeros_like(t.acc)
     if x.sinks is None:
-        t.m[...] = jnp.full_like(t.m, LOWEST)
-        t.l[...] = jnp.zeros_like(t.l)
+        t.maximum[...] = jnp.full_like(t.maximum, LOWEST)
+        t.total[...] = jnp.zeros_like(t.total)
     else:
         sink = x.sinks[h]
         m = jnp.maximum(sink, LOWEST)
-        t.m[...] = jnp.full_like(t.m, m)
-        first = lax.broadcasted_iota(jnp.int32, t.l.shape, 1) == 0
-        t.l[...] = jnp.where(first, jnp.exp2(jnp.full_like(t.l, sink) - m), 0)
+        t.maximum[...] = jnp.full_like(t.maximum, m)
+        first = lax.broadcasted_iota(jnp.int32, t.total.shape, 1) == 0
+        t.total[...] = jnp.where(first, jnp.exp2(jnp.full_like(t.total, sink) - m), 0)
     if x.own is not None:
         own = x.own[...].astype(jnp.float32)
         n2 = jnp.broadcast_to(jnp.sum(own * own, axis=1, keepdims=True), t.inverse.shape)
@@ -173,17 +171,17 @@ def _block(grid: Grid, start, x: _Inputs, t: _Scratch):
         if start is not None:
             k_position = start[1] + first + lax.broadcasted_iota(jnp.int32, s.shape, 1)
             q_position = start[0] + lax.broadcasted_iota(jnp.int32, s.shape, 0)
-            seen = tile.visible(call, q_position, k_position, grid.S if grid.S < grid.padded_S else None)
+            seen = tile.visible(call, q_position, k_position, grid.padding_from)
             if x.q_ids is not None:
                 seen = tile.both(seen, tile.lanes(x.q_ids[...], compute) == x.k_ids[:, columns])
             s = s if seen is None else jnp.where(seen, s, -jnp.inf)
-        m_old = t.m[...]
+        m_old = t.maximum[...]
         m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
         p = jnp.exp2(s - tile.lanes(m_new, compute))
         shrink = jnp.exp2(m_old - m_new)
-        t.m[...] = m_new
+        t.maximum[...] = m_new
         # Sums of every 128th weight: the one reduction over lanes waits for the last block.
-        t.l[...] = shrink * t.l[...] + sum(p[:, lane : lane + LANES] for lane in range(0, compute, LANES))
+        t.total[...] = shrink * t.total[...] + sum(p[:, lane : lane + LANES] for lane in range(0, compute, LANES))
         if start is not None and call.drop_diagonal:
             p = jnp.where(k_position == tile.lanes(t.diagonal[...], compute), 0, p)
         v = x.v[columns, :]
@@ -191,9 +189,9 @@ def _block(grid: Grid, start, x: _Inputs, t: _Scratch):
 
 
 def _close(h, x: _Inputs, z_ref, stats_ref, t: _Scratch):
-    l = jnp.broadcast_to(jnp.sum(t.l[...], axis=1, keepdims=True), t.l.shape)
-    z = t.acc[...] * tile.lanes(1 / l, t.acc.shape[1])
-    lse = t.m[...] * math.log(2) + jnp.log(l)
+    total = jnp.broadcast_to(jnp.sum(t.total[...], axis=1, keepdims=True), t.total.shape)
+    z = t.acc[...] * tile.lanes(1 / total, t.acc.shape[1])
+    lse = t.maximum[...] * math.log(2) + jnp.log(total)
     if x.own is None:
         stats_ref[...] = lse.T[:1]
     else:

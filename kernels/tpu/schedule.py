@@ -65,8 +65,13 @@ class Grid:
     def padded_S(self) -> int:
         return _round_up(self.S, self.blocks.kv)
 
+    @property
+    def padding_from(self) -> int | None:
+        """The first key that is padding."""
+        return self.S if self.padded_S > self.S else None
+
     def pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Query block i, key block j and whether any weight needs a second look, for every pair that shows anything; i outermost."""
+        """Query block i, key block j and whether some weight needs a second look, for every pair that shows a key; i outermost."""
         q, kv = self.blocks.q, self.blocks.kv
         i, j = np.divmod(np.arange(self.padded_T // q * (self.padded_S // kv), dtype=np.int32), self.padded_S // kv)
         # The least and the most that a key of block j is ahead of a query of block i.
@@ -91,22 +96,23 @@ def edges(outer: np.ndarray) -> np.ndarray:
 
 
 def with_segments(
-    segment_ids: jax.Array, grid: Grid, q_step: np.ndarray, k_step: np.ndarray, flags: np.ndarray, loaded: np.ndarray
+    segment_ids: jax.Array | None, grid: Grid, i: np.ndarray, j: np.ndarray, flags: np.ndarray, loaded: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
-    """`flags` and `loaded` [B * N] for every row of the batch: pairs whose range of ids does not meet neither compute nor load.
+    """`flags` and `loaded` for the N steps or, with segments, for those of every row of the batch, [B * N].
 
     Args:
-      segment_ids: int32 [B, S]. loaded: the block index that the kernel's inner loop loads at each of the N steps; a step that
-      does not compute repeats the one
-        before, which costs no copy.
+      segment_ids: int32 [B, S] or None. i: the query block of each step; j: its key block. loaded: the block that the kernel's
+      inner loop reads at each step. Pairs whose ranges of ids do not meet compute nothing, and read
+        what the step before them read, which costs no copy.
     """
+    if segment_ids is None:
+        return jnp.asarray(flags), jnp.asarray(loaded)
     q_ids, k_ids = padded_ids(segment_ids, grid)
     q_ids, k_ids = (x.reshape(len(x), -1, size) for x, size in ((q_ids, grid.blocks.q), (k_ids, grid.blocks.kv)))
-    meet = (q_ids.min(2)[:, q_step] <= k_ids.max(2)[:, k_step]) & (k_ids.min(2)[:, k_step] <= q_ids.max(2)[:, q_step])
-    steps = np.arange(len(flags), dtype=np.int32)
-    last_run = jnp.maximum(lax.cummax(jnp.where(meet, steps, -1), axis=1), 0)
-    flags = jnp.where(meet, flags | COMPUTE | MASKED, flags & ~np.int32(COMPUTE))
-    return flags.reshape(-1), jnp.asarray(loaded)[last_run].reshape(-1)
+    meet_BN = (q_ids.min(2)[:, i] <= k_ids.max(2)[:, j]) & (k_ids.min(2)[:, j] <= q_ids.max(2)[:, i])
+    steps = jnp.where(meet_BN, np.arange(len(i), dtype=np.int32), 0)
+    flags_BN = jnp.where(meet_BN, flags | MASKED, flags & ~COMPUTE)
+    return flags_BN.reshape(-1), jnp.asarray(loaded)[lax.cummax(steps, axis=1)].reshape(-1)
 
 
 def rows_first(x_BTHE: jax.Array, padded_T: int) -> jax.Array:
