@@ -1,0 +1,73 @@
+"""Evaluates a checkpoint: python eval.py --run runs/x [--step N] [--contexts 512,4096] [--samples 3 --prompt "The "]
+
+Prints validation loss (by position, and at other contexts), the similarity analysis and samples; writes them as JSON to
+runs/x/eval/<step>.json, and a picture of the similarity beside it.
+"""
+
+import pathlib
+import sys
+
+from absl import app, flags, logging
+
+from xsa_jax.config import UserError
+
+RUN = flags.DEFINE_string("run", None, "Folder of a training run.", required=True)
+STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the latest by default.", lower_bound=1)
+CONTEXTS = flags.DEFINE_list("contexts", [], "Context lengths beside the trained one: 512,4096.")
+STORE = flags.DEFINE_string("store", None, "A token store to evaluate on; the run's own by default.")
+TOKENS = flags.DEFINE_integer("tokens", None, "Held-out tokens to read; eval.tokens of the run by default.", lower_bound=1)
+PROBE_ROWS = flags.DEFINE_integer("probe_rows", 8, "Rows of held-out text for the similarity analysis.", lower_bound=1)
+SAMPLES = flags.DEFINE_integer("samples", 1, "How many texts to write.", lower_bound=0)
+PROMPT = flags.DEFINE_string("prompt", "The", "How they begin.")
+SAMPLE_TOKENS = flags.DEFINE_integer("sample_tokens", None, "Of each after the prompt; up to 200 by default.", lower_bound=1)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Of the samples; 0 takes the likeliest token.", lower_bound=0.0)
+TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest tokens; 0 = among all.", lower_bound=0)
+SEED = flags.DEFINE_integer("seed", 0, "Of the samples.", lower_bound=0)
+OUTPUT = flags.DEFINE_string("output", None, "The JSON file, in place of RUN/eval/<step>.json.")
+flags.FLAGS.verbosity = logging.ERROR  # the libraries log every file they read; --verbosity=0 shows it
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(f"error: unexpected arguments {argv[1:]}; lists are set as --contexts=512,4096")
+    try:
+        evaluate()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def evaluate() -> None:
+    from xsa_jax.analyze import plots  # after the flags are known to be good: these imports bring up jax
+    from xsa_jax.analyze.similarity import similarity
+    from xsa_jax.evaluate import generate, loss, report
+    from xsa_jax.evaluate.restore import restore
+
+    contexts = report.contexts(CONTEXTS.value)
+    restored = restore(pathlib.Path(RUN.value), STEP.value, STORE.value)
+    trained = restored.config.data.seq_len
+    tokens = TOKENS.value or restored.config.eval.tokens
+    probe = next(restored.held_out(trained, PROBE_ROWS.value, PROBE_ROWS.value).iterate())
+    samples = generate.samples(
+        restored, PROMPT.value, SAMPLES.value, SAMPLE_TOKENS.value, TEMPERATURE.value, TOP_K.value, SEED.value
+    )
+    result = report.header(RUN.value, restored) | {
+        "losses": loss.losses(restored, [trained, *contexts], tokens),
+        "similarity": similarity(restored.model.config, restored.params, probe),
+        "samples": samples,
+    }
+    output = pathlib.Path(OUTPUT.value or f"{RUN.value}/eval/{restored.step}.json")
+    report.write(result, output)
+    plots.similarity({RUN.value: result["similarity"]}, output.with_suffix(".png"))
+    print(f"{report.text(result)}\n\nwritten: {output} and {output.with_suffix('.png')}")
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """Absl's parser, with one line in place of its paragraph."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

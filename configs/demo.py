@@ -1,0 +1,21 @@
+"""What does XSA change? A pair small enough for two CPU cores and a few minutes; `make demo` trains and compares it.
+
+Command: make demo, which runs train.py with this file twice, with --config.attention.kind=sa and xsa
+Result: not yet measured.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config() -> ConfigDict:
+    config = base.get_config()
+    config.model.update(vocab_size=260, num_layers=4, d_model=128, d_ff=512, dtype="float32")
+    config.attention.update(num_heads=4, num_kv_heads=4, head_dim=32)
+    config.data.update(path="runs/demo/tokens", seq_len=256, batch_size=8)
+    config.optim.update(peak_lr=4e-3, warmup_steps=30)
+    config.train.update(num_steps=250, log_every=5, loss_chunk=256)
+    config.eval.update(every=50, tokens=65_536)
+    config.checkpoint.update(every=250, keep_last=1)
+    return config
