@@ -96,10 +96,10 @@ def test_plain_attention_is_what_jax_ships():
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
-# Bounds on |error| / |value| in bfloat16, where rounding the result alone costs 0.0017. `pull` sets a token's weight on itself.
-@pytest.mark.parametrize(("pull", "own_weight", "dv_bound"), [(0.0, 0.05, 0.0035), (2.0, 0.44, 0.01), (6.0, 0.97, 0.2)])
+@pytest.mark.parametrize(("pull", "own_weight"), [(0.0, 0.05), (2.0, 0.47), (6.0, 0.99)])
 @pytest.mark.parametrize("common", [0.0, 2.0])
-def test_bfloat16_budget(pull, own_weight, dv_bound, common, monkeypatch):
+def test_bfloat16_budget(pull, own_weight, common, monkeypatch):
+    """|error| / |value| stays near the 0.0017 that rounding the result costs, however much a token attends to itself."""
     monkeypatch.setattr(compose, "BLOCK", 32)
     x = arrays(B=1, T=96, H=2, K=2, E=64)
     x["k"] += pull * x["q"] / 4
@@ -107,14 +107,10 @@ def test_bfloat16_budget(pull, own_weight, dv_bound, common, monkeypatch):
     x, narrow = rounded(x, jnp.bfloat16)
     want = expected(x, XSA)
     assert np.mean(np.diagonal(want["p"], axis1=2, axis2=3)) == pytest.approx(own_weight, abs=0.02)
-    bounds = {"z": 0.0025, "dq": 0.004, "dk": 0.004}
-    for impl, more in (("reference", {"dv": 0.002}), ("xla", {"dv": dv_bound})):
-        got = run(narrow, impl, XSA)
-        found = {
-            name: float(np.linalg.norm(np.asarray(got[name], np.float64) - want[name]) / np.linalg.norm(want[name]))
-            for name in {**bounds, **more}
-        }
-        assert all(found[name] <= bound for name, bound in {**bounds, **more}.items()), (impl, found)
+    for impl, bound in (("reference", 0.002), ("xla", 0.005)):
+        for name, a in run(narrow, impl, XSA).items():
+            error = np.linalg.norm(np.asarray(a, np.float64) - want[name]) / np.linalg.norm(want[name])
+            assert error <= bound, (impl, name, error)
 
 
 def test_weights_are_the_oracles():

@@ -1,0 +1,105 @@
+"""Every call that cannot be honoured raises ValueError and names the argument, while it is traced and with no array at hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kernels
+from kernels import MaskSpec, Projection
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+def shape(*sizes, dtype=F32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+GOOD = {"q_BTHE": shape(2, 6, 4, 8), "k_BSKE": shape(2, 6, 2, 8), "v_BSKE": shape(2, 6, 2, 8)}
+NARROW = {name: shape(*a.shape, dtype=BF16) for name, a in GOOD.items()}
+IDS = shape(2, 6, dtype=jnp.int32)
+LONG = {"k_BSKE": shape(2, 9, 2, 8), "v_BSKE": shape(2, 9, 2, 8)}
+SHORT = {"k_BSKE": shape(2, 5, 2, 8), "v_BSKE": shape(2, 5, 2, 8)}
+
+BAD = [
+    # argument named, arrays that differ from GOOD, other arguments
+    ("q_BTHE", {"q_BTHE": shape(6, 4, 8)}, {}),
+    ("q_BTHE", {"q_BTHE": shape(2, 6, 3, 8)}, {}),
+    ("k_BSKE", {"k_BSKE": shape(2, 6, 8)}, {}),
+    ("k_BSKE", {"k_BSKE": shape(3, 6, 2, 8)}, {}),
+    ("k_BSKE", {"k_BSKE": shape(2, 6, 2, 4)}, {}),
+    ("k_BSKE", {"k_BSKE": shape(2, 6, 2, 8, dtype=BF16)}, {}),
+    ("v_BSKE", {"v_BSKE": shape(2, 6, 1, 8)}, {}),
+    ("v_BSKE", {"v_BSKE": shape(2, 6, 2, 8, dtype=BF16)}, {}),
+    ("dtype", {name: shape(*a.shape, dtype=jnp.int32) for name, a in GOOD.items()}, {}),
+    ("v_self_BTKE", {"v_self_BTKE": shape(2, 6, 4, 8)}, {"xsa": Projection()}),
+    ("v_self_BTKE", {"v_self_BTKE": shape(2, 6, 2, 8, dtype=BF16)}, {"xsa": Projection()}),
+    ("v_self_BTKE", LONG, {}),
+    ("v_self_BTKE", LONG, {"mask": MaskSpec(causal=False), "xsa": Projection()}),
+    ("v_self_BTKE", LONG, {"mask": MaskSpec(causal=False, window=3)}),
+    ("v_self_BTKE", {**SHORT, "v_self_BTKE": shape(2, 6, 2, 8)}, {"xsa": Projection()}),
+    ("mask.window", {}, {"mask": MaskSpec(window=0)}),
+    ("mask.window", {}, {"mask": MaskSpec(window=2.5)}),
+    ("mask.segment_ids", {"segment_ids": shape(2, 5, dtype=jnp.int32)}, {}),
+    ("mask.segment_ids", {"segment_ids": shape(6, dtype=jnp.int32)}, {}),
+    ("mask.segment_ids", {"segment_ids": shape(2, 6)}, {}),
+    ("mask.segment_ids", {**LONG, "v_self_BTKE": shape(2, 6, 2, 8), "segment_ids": IDS}, {}),
+    ("sinks_H", {"sinks_H": shape(2)}, {}),
+    ("sinks_H", {"sinks_H": shape(4, dtype=jnp.int32)}, {}),
+    ("softcap", {}, {"softcap": 0.0}),
+    ("softcap", {}, {"softcap": -1.0}),
+    ("scale", {"scale": shape()}, {}),
+    ("xsa.alpha", {"alpha": shape(2)}, {}),
+    ("xsa.zero_rule", {}, {"xsa": Projection(zero_rule="clip")}),
+    ("xsa.eps", {}, {"xsa": Projection(eps=0.0)}),
+    ("impl", {}, {"impl": "flash"}),
+    ("impl", {}, {"impl": "cudnn"}),
+    ("impl", {**NARROW, "segment_ids": IDS}, {"impl": "cudnn"}),
+    ("impl", {**NARROW, "sinks_H": shape(4)}, {"impl": "cudnn"}),
+    ("impl", NARROW, {"impl": "cudnn", "softcap": 3.0}),
+    ("impl", NARROW, {"impl": "cudnn", "mask": MaskSpec(causal=False, window=3)}),
+    ("impl", {name: shape(2, 6, 2, 12, dtype=BF16) for name in GOOD}, {"impl": "cudnn"}),
+    ("impl", {name: shape(2, 6, 2, 264, dtype=BF16) for name in GOOD}, {"impl": "cudnn"}),
+]
+
+
+def trace(arrays, options):
+    def call(arrays):
+        arrays, more = dict(arrays), dict(options)
+        if "segment_ids" in arrays:
+            more["mask"] = MaskSpec(segment_ids=arrays.pop("segment_ids"))
+        if "alpha" in arrays:
+            more["xsa"] = Projection(alpha=arrays.pop("alpha"))
+        q, k, v = (arrays.pop(name) for name in GOOD)
+        return kernels.attention(q, k, v, **arrays, **more)
+
+    return jax.eval_shape(call, {**GOOD, **arrays})
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("argument", "arrays", "options"), BAD)
+def test_bad_call_names_its_argument(argument, arrays, options):
+    with pytest.raises(ValueError, match=f"^{argument}: found .*, expected "):
+        trace(arrays, options)
+
+
+def test_good_calls_pass():
+    assert trace({}, {}).shape == (2, 6, 4, 8)
+    assert trace(NARROW, {"xsa": Projection()}).dtype == BF16
+    assert trace(LONG, {"mask": MaskSpec(causal=False)}).shape == (2, 6, 4, 8)
+    assert trace({**LONG, "v_self_BTKE": shape(2, 6, 2, 8)}, {"xsa": Projection()}).shape == (2, 6, 4, 8)
+
+
+def test_cudnn_without_cudnn_is_a_value_error():
+    with pytest.raises(ValueError, match=r"^impl: found 'cudnn'.*cuDNN is not detected"):
+        trace(NARROW, {"impl": "cudnn"})
+
+
+def test_check_names_what_is_missing_without_arrays():
+    with pytest.raises(ValueError, match=r"mask.segment_ids, sinks_H, softcap"):
+        kernels.check("cudnn", dtype="bfloat16", head_dim=64, segments=True, sinks=True, softcap=30.0)
+    assert kernels.check("cudnn", dtype="bfloat16", head_dim=64, window=128, xsa=Projection()) == "cudnn"
+
+
+def test_auto_picks_what_honours_everything():
+    assert kernels.check("auto", dtype="bfloat16", head_dim=64) == "xla"
+    assert kernels.check("auto", dtype="float32", head_dim=80, segments=True, sinks=True, softcap=30.0, window=7) == "xla"
