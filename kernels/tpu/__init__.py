@@ -1,0 +1,25 @@
+"""Fused XSA attention for TPUs, written in Pallas (Mosaic), forward and backward."""
+
+import functools
+from typing import Any
+
+from kernels import fused
+from kernels.tpu.backward import backward
+from kernels.tpu.forward import forward
+from kernels.tpu.schedule import Blocks
+
+__all__ = ["Blocks", "backend"]
+
+
+@functools.cache
+def backend(forward_blocks: Blocks | None = None, backward_blocks: Blocks | None = None, interpret: Any = False) -> fused.Backend:
+    """The kernels as a backend of `kernels.fused.attention`.
+
+    Args:
+      forward_blocks: block sizes; None takes those of the table in `kernels.tpu.schedule`.
+      backward_blocks: the same for the backward kernel.
+      interpret: for `pallas_call`: False compiles, True or `pltpu.InterpretParams(...)` runs on a CPU.
+    """
+    return fused.Backend(
+        functools.partial(forward, forward_blocks, interpret), functools.partial(backward, backward_blocks, interpret)
+    )

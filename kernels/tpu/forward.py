@@ -58,11 +58,11 @@ def forward(
     """`Backend.forward` after its first two arguments."""
     (B, T, H, E), (_, S, K, _) = q_BTHE.shape, k_BSKE.shape
     G = H // K
-    grid = Grid(call, T, S, (blocks or schedule.FORWARD).fit(T, S))
+    grid = Grid(call, T, S, S - T, (blocks or schedule.FORWARD).fit(T, S))
     bq, bkv = grid.blocks.q, grid.blocks.kv
     i, j, masked = grid.pairs()
     flags, loaded = schedule.with_segments(segment_ids, grid, i, j, schedule.edges(i) | COMPUTE | MASKED * masked, j)
-    at = functools.partial(_at, None if segment_ids is None else len(i))
+    at = functools.partial(schedule.at, None if segment_ids is None else len(i))
 
     row_spec = pl.BlockSpec((None, None, bq, E), lambda b, h, n, i, *_: (b, h, i[n], 0))
     key_spec = pl.BlockSpec((None, None, bkv, E), lambda b, h, n, i, j, flags, loaded: (b, h // G, loaded[at(b, n)], 0))
@@ -120,11 +120,6 @@ def forward(
     z_BTHE = z_BHTE[:, :, :T].swapaxes(1, 2)
     lse_BHT, *c = (stats_BHnT[:, :, row, :T] for row in range(num_stats))
     return z_BTHE, lse_BHT, c[0] if c else None
-
-
-def _at(steps_per_row: int | None, b, n):
-    """Where step n of batch row b is in the flat lists; without segments all rows share one list."""
-    return n if steps_per_row is None else b * steps_per_row + n
 
 
 def _kernel(grid: Grid, at, masked: np.ndarray, i_ref, j_ref, flags_ref, _, x: _Inputs, z_ref, stats_ref, t: _Scratch):

@@ -14,8 +14,9 @@ from jax import lax
 from kernels.fused import Call
 
 LANES = 128
-# Bits of a step's flags: it opens or closes a run of steps on one outer block, and what there is to do in between.
-FIRST, LAST, COMPUTE, MASKED, DONE = 1, 2, 4, 8, 16
+# Bits of a step's flags. FIRST and LAST of the steps on the outer loop's block, NEW and DONE of those on the inner loop's;
+# whether the pair of blocks has weights at all, and whether some of them are hidden or on the diagonal.
+FIRST, LAST, COMPUTE, MASKED, NEW, DONE = 1, 2, 4, 8, 16, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +46,13 @@ BACKWARD = Blocks(1024, 1024, 512)
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """One call in blocks. The T queries are the last of the S tokens."""
+    """One call in blocks. The T queries are the tokens from `offset` on, of S."""
 
     call: Call
     T: int
     S: int
+    offset: int
     blocks: Blocks
-
-    @property
-    def offset(self) -> int:
-        """The position of the first query."""
-        return self.S - self.T
 
     @property
     def padded_T(self) -> int:
@@ -115,6 +112,11 @@ def with_segments(
     return flags_BN.reshape(-1), jnp.asarray(loaded)[lax.cummax(steps, axis=1)].reshape(-1)
 
 
+def at(steps_per_row: int | None, b, n):
+    """Where step n of batch row b is in the lists of `with_segments`, which without segments (None) all rows share."""
+    return n if steps_per_row is None else b * steps_per_row + n
+
+
 def rows_first(x_BTHE: jax.Array, padded_T: int) -> jax.Array:
     """[B, T, H, E] -> [B, H, padded_T, E], as the kernels read it."""
     T = x_BTHE.shape[1]
@@ -123,7 +125,7 @@ def rows_first(x_BTHE: jax.Array, padded_T: int) -> jax.Array:
 
 def padded_ids(segment_ids: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
     """The ids of the queries and of the keys as int32 [B, T] and [B, S], padded to whole blocks."""
-    q_ids = segment_ids[:, grid.offset :]
+    q_ids = segment_ids[:, grid.offset : grid.offset + grid.T]
     return (
         jnp.pad(q_ids, ((0, 0), (0, grid.padded_T - grid.T)), mode="edge"),
         jnp.pad(segment_ids, ((0, 0), (0, grid.padded_S - grid.S)), mode="edge"),
