@@ -9,3 +9,7 @@ from kernels.reference import weights
 from kernels.spec import MaskSpec, Projection
 
 __all__ = ["MaskSpec", "Projection", "attention", "check", "weights"]
+
+# transformers looks for another package of this name and compares its version. This one is below every version that it accepts,
+# so that it goes on without that package; with none it would fail to parse "N/A".
+__version__ = "0.1.0"

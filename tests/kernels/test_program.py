@@ -120,3 +120,8 @@ def test_package_needs_only_jax():
     code = "import sys, kernels; print(*{m.split('.')[0] for m in sys.modules} & {'xsa_jax', 'configs', 'flax', 'optax'})"
     done = subprocess.run([sys.executable, "-c", code], env=subprocess_env(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_version_is_below_the_package_of_the_same_name():
+    """What transformers does with `kernels`: the version must parse, and be too old (it asks for 0.4.4 at the least)."""
+    assert tuple(int(part) for part in kernels.__version__.split(".")) < (0, 4)
