@@ -12,8 +12,8 @@ from ml_collections import config_flags
 from xsa_jax.config import UserError, from_config_dict
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/; --config.a.b=c overrides a field.")
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: config, metrics, checkpoints.")
-flags.mark_flags_as_required(["config", "workdir"])
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: config, metrics, checkpoints.", required=True)
+flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> None:
@@ -31,13 +31,12 @@ def main(argv: list[str]) -> None:
 def parse_flags(argv: list[str]) -> list[str]:
     """Absl's parser, with one line in place of a traceback for a config file or field that does not exist."""
     try:
-        rest = app.parse_flags_with_usage(argv)
+        rest = app.parse_flags_with_usage([argv[0], "--verbosity=-1", *argv[1:]])  # the libraries log every file they touch
         CONFIG.value.keys()  # a config file that cannot be read says so only when it is used
         return rest
     except (AttributeError, KeyError) as error:  # ml_collections names only the unknown part of --config.a.b
-        while isinstance(error.args[0], Exception):
-            error = error.args[0]
-        reason = " ".join(str(error.args[0]).split())
+        cause = error.args[0]
+        reason = " ".join(str(cause.args[0] if isinstance(cause, KeyError) else cause).split())
         given = [arg for arg in argv if arg.startswith("--config.") and any(f"'{part}'" in reason for part in _parts(arg))]
         sys.exit(f"error: {given[0] if given else '--config'}: unknown field: {reason}")
     except OSError as error:

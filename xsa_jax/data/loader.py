@@ -7,7 +7,7 @@ of (seed, position) alone; the whole state of a loader is the number of batches 
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
 import grain
@@ -132,7 +132,7 @@ class Loader:
             raise UserError(f"the checkpoint's data stream is another one: {'; '.join(changed)}. Restore these, or start a new run")
         return int(state["step"])
 
-    def iterate(self, start: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    def iterate(self, start: int = 0) -> Generator[dict[str, np.ndarray], None, None]:
         """Yields batches start, start + 1, ... without reading those before. Closing the iterator ends its workers.
 
         Each is {"tokens": int32 [B/n, T+1]} and, with documents="isolate", {"segment_ids": int32 [B/n, T+1]}, the number of

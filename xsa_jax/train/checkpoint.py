@@ -1,10 +1,12 @@
 """Checkpoints of a run, by Orbax: asynchronous, committed whole or not at all, checked leaf by leaf before they are read.
 
-A step holds three items: `params`, `opt_state` (with the step counter and the random state) and `meta` (JSON: the config and
-the loader's state). Evaluation reads the first alone, on any number of devices.
+A step holds two items, `params` and `opt_state` (with the step counter and the random state), and as JSON beside them the config
+and the loader's state. Evaluation reads the first alone, on any number of devices.
 """
 
+import contextlib
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -63,14 +65,20 @@ class Checkpoints:
         items = {
             "params": state.params,
             "opt_state": {"step": state.step, "rng": state.rng, "optimizer": state.opt_state},
-            "meta": {"config": to_dict(model.config), "loader": loader_state},
         }
-        self._orbax.save_checkpointables_async(step, items)
+        meta = {"config": to_dict(model.config), "loader": loader_state}
+        self._orbax.save_checkpointables_async(step, items, custom_metadata=meta)
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
-        """The stored {"config": ..., "loader": ...} of a step, the latest by default."""
+        """The stored {"config": ..., "loader": ...} of a step, the latest by default.
+
+        Raises:
+          UserError: no such step, or it is damaged.
+        """
         step = self._existing(step)
-        return self._load(step, {"meta": None})["meta"]
+        with self._readable(step):
+            meta = self._orbax.checkpointables_metadata(step).custom_metadata
+            return {"config": meta["config"], "loader": meta["loader"]}
 
     def restore(self, model: Model, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The state to continue from and the loader's state, for `abstract`'s shapes and shardings.
@@ -108,10 +116,15 @@ class Checkpoints:
         return step
 
     def _load(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with self._readable(step):
             stored = self._orbax.checkpointables_metadata(step).metadata
             _check_leaves(abstract, stored, str(self.directory / str(step)))
             return self._orbax.load_checkpointables(step, abstract)
+
+    @contextlib.contextmanager
+    def _readable(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except UserError:
             raise
         except Exception as error:  # Orbax raises many kinds, down to those of its storage library.
@@ -127,8 +140,6 @@ def _check_leaves(abstract: dict[str, Any], stored: dict[str, Any], where: str) 
     for item, tree in abstract.items():
         if item not in stored:
             raise UserError(f"{where}: no item {item!r}; found {', '.join(sorted(stored))}")
-        if tree is None:
-            continue
         expected, found = _leaves(tree), _leaves(stored[item])
         for path in sorted(expected.keys() | found.keys()):
             if path not in found:

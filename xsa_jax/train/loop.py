@@ -38,16 +38,14 @@ def train(config: Config, workdir: pathlib.Path) -> None:
       UserError: the config, token store or run folder cannot be used; nothing of the run was changed.
     """
     model = build(config)
-    store = TokenStore.open(config.data.path)
-    if store.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size}: expected at least the {store.vocab_size} of {config.data.path} "
-            f"(tokenizer {store.tokenizer_name})"
-        )
+    store = open_store(config)
     loader, held_out = loaders(config, store)
+    bytes_per_token = store.split("validation").bytes_per_token
+    tokenizer = store.meta["tokenizer"]["fingerprint"]  # weights mean nothing under another
     mesh = make_mesh(config)
-    lr = optim.schedule(config.optim, config.train.num_steps)
-    tx = optim.optimizer(config.optim, config.train.num_steps, model.axes)
+    num_steps = config.train.num_steps
+    lr = optim.schedule(config.optim, num_steps)
+    tx = optim.optimizer(config.optim, num_steps, model.axes)
     abstract = abstract_state(model, tx, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step_fn = jax.jit(make_step(model, tx, lr, config), donate_argnums=0, out_shardings=(shardings, None))
@@ -58,49 +56,61 @@ def train(config: Config, workdir: pathlib.Path) -> None:
         if start:
             state, loader_state = checkpoints.restore(model, abstract)
             loader.check_state(loader_state)
-            print(f"continuing {workdir} from step {start}", flush=True)
+            print(f"{workdir}: {'complete at' if start == num_steps else 'continuing from'} step {start}", flush=True)
         else:
             state = init_state(model, tx, mesh)
         _record_start(workdir, config, start)
+
         with (
             Metrics(workdir, config, start, jax.devices()) as metrics,
             contextlib.closing(loader.iterate(start)) as batches,
-            _stop_signals() as stopping,
+            _stop_signals() as received,
             jax.transfer_guard("disallow"),
         ):
-            for step in range(start + 1, config.train.num_steps + 1):
+            for step in range(start + 1, num_steps + 1):
                 state, values = step_fn(state, put_batch(mesh, next(batches)))
                 metrics.add(step, values)
-                last = step == config.train.num_steps or bool(stopping)
-                if _due(step, config.eval.every) or step == config.train.num_steps:
-                    metrics.flush()
-                    with jax.transfer_guard("allow"):
+                stop, done = bool(received), step == num_steps
+                if done or _due(step, config.eval.every):
+                    with metrics.pause(step), jax.transfer_guard("allow"):
                         sums = validate(evaluator, state.params, held_out.iterate(), held_out.local_batch_size, mesh)
-                    metrics.write(step, "validation", sums.report(store.split("validation").bytes_per_token))
-                    metrics.restart_clock(step)
-                if last or _due(step, config.checkpoint.every):
-                    metrics.flush()
-                    with jax.transfer_guard("allow"):
-                        checkpoints.save(step, state, model, loader.state(step))
-                    metrics.restart_clock(step)
-                if stopping:
-                    print(f"{stopping[0]}: saving step {step}; the same command continues from there", flush=True)
+                    metrics.write(step, "validation", sums.report(bytes_per_token))
+                if done or stop or _due(step, config.checkpoint.every):
+                    with metrics.pause(step), jax.transfer_guard("allow"):
+                        checkpoints.save(step, state, model, loader.state(step) | {"tokenizer": tokenizer})
+                if stop:
+                    print(f"{received[0]}: saving step {step}; the same command continues from there", flush=True)
                     break
 
 
+def open_store(config: Config) -> TokenStore:
+    """The token store of the run.
+
+    Raises:
+      UserError: there is none, it is damaged, or its vocabulary does not fit the model's.
+    """
+    store = TokenStore.open(config.data.path)
+    if store.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size}: expected at least the {store.vocab_size} of {config.data.path} "
+            f"(tokenizer {store.tokenizer_name})"
+        )
+    return store
+
+
 def loaders(config: Config, store: TokenStore) -> tuple[Loader, Loader]:
-    """The endless shuffled training rows, and one pass over the first `eval.tokens` tokens held out."""
+    """The endless shuffled training rows, and one pass in order over the first `eval.tokens` tokens held out."""
     data = config.data
     host: dict[str, int] = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
     training = Loader(
         store, "train", seq_len=data.seq_len, batch_size=data.batch_size, seed=data.seed, documents=data.documents,
         workers=data.workers, **host,
     )  # fmt: skip
-    validation = Loader(
+    held_out = Loader(
         store, "validation", seq_len=data.seq_len, batch_size=data.batch_size, documents=data.documents,
         max_rows=max(1, config.eval.tokens // data.seq_len), **host,
     )  # fmt: skip
-    return training, validation
+    return training, held_out
 
 
 def _due(step: int, every: int) -> bool:

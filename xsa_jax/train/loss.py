@@ -1,5 +1,6 @@
 """Next-token cross-entropy, a few positions at a time, as sums and counts."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from xsa_jax.model.transformer import Transformer
 
 Array = jax.Array
-Batch = dict[str, Array]
+Batch = Mapping[str, Array]
 
 
 class LossSums(NamedTuple):

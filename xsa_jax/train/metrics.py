@@ -1,17 +1,18 @@
 """What a run reports while it runs: a JSONL file, TensorBoard events, and a line for people."""
 
+import contextlib
 import json
 import math
 import os
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import tensorboardX
 
-from xsa_jax.config import Config
+from xsa_jax.config import Config, UserError
 
 # Dense bfloat16 peak of one device, FLOP/s, by a part of jax's device_kind; from the makers' data sheets.
 _PEAK_FLOPS = {
@@ -72,8 +73,9 @@ class Metrics:
     def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(self, *_exc: object) -> None:
-        self.flush()
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is None:
+            self.flush()
         if self._writes:
             self._file.close()
             self._board.close()
@@ -84,16 +86,20 @@ class Metrics:
         self._pending = (step, metrics)
 
     def flush(self) -> None:
-        """Reads and, where it is their turn, writes the metrics that wait."""
+        """Reads and, where it is their turn, writes the metrics that wait.
+
+        Raises:
+          UserError: the loss is not finite.
+        """
         if self._pending is None:
             return
         (step, device_values), self._pending = self._pending, None
         values: dict[str, Any] = {name: float(value) for name, value in jax.device_get(dict(device_values)).items()}
         self._tokens += values.pop("tokens")
         if not math.isfinite(values["loss"]):
-            print(
-                f"step {step}: the loss is {values['loss']}; it will not recover. Lower optim.peak_lr or look at the data",
-                flush=True,
+            raise UserError(
+                f"step {step}: the loss is {values['loss']} and will not recover; the checkpoints from before are kept. "
+                f"Lower optim.peak_lr, lengthen optim.warmup_steps, or look at the data"
             )
         if step % self._config.train.log_every and step != self._config.train.num_steps and self._warm:
             return
@@ -117,8 +123,11 @@ class Metrics:
                 self._board.add_scalar(f"{split}/{name}", value, step)
         print(_line(step, self._config.train.num_steps, split, values), flush=True)
 
-    def restart_clock(self, step: int) -> None:
-        """Leaves what happened since the last record (an evaluation, a save) out of the step time."""
+    @contextlib.contextmanager
+    def pause(self, step: int) -> Iterator[None]:
+        """Writes what waits, and leaves the time spent inside (an evaluation, a save) out of the step time."""
+        self.flush()
+        yield
         self._mark(step, time.perf_counter())
 
     def _mark(self, step: int, now: float) -> None:
