@@ -118,6 +118,9 @@ class Checkpoints:
     def _load(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         with self._readable(step):
             stored = self._orbax.checkpointables_metadata(step).metadata
+            for item in abstract:
+                if item in stored and stored[item] is None:  # Orbax only logs that it could not read an item's description
+                    raise ValueError(f"the description of {item!r} is damaged")
             _check_leaves(abstract, stored, str(self.directory / str(step)))
             return self._orbax.load_checkpointables(step, abstract)
 
