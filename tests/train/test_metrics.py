@@ -1,0 +1,201 @@
+"""What is counted, when it is read, and what the file looks like after a life that was cut short."""
+
+import json
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from configs import base
+from tests.helpers import tiny_config
+from xsa_jax.config import UserError, from_config_dict
+from xsa_jax.model.transformer import build
+from xsa_jax.train import metrics as metrics_module
+from xsa_jax.train.metrics import Metrics, peak_flops, train_flops_per_token
+
+pytestmark = pytest.mark.fast
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Value:
+    """Stands for a scalar on a device: whoever reads it is noticed."""
+
+    def __init__(self, value: float, on_read: Callable[[float], None]):
+        self._value, self._on_read = value, on_read
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self._on_read(self._value)
+        return np.asarray(self._value, dtype)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(metrics_module.time, "perf_counter", clock)
+    return clock
+
+
+def values(step: int, tokens: float = 100.0, loss: float | None = None) -> dict[str, Any]:
+    numbers = {"loss": step + 0.5 if loss is None else loss, "z": 1.0, "grad_norm": 2.0, "lr": 1e-3, "tokens": tokens}
+    return {name: np.float32(value) for name, value in numbers.items()}
+
+
+def records(workdir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_flops_by_hand():
+    config = tiny_config({"model.num_layers": 3, "attention.num_kv_heads": 2})
+    # Per layer and token: q 32x24, k and v 32x12 each, out 24x32, MLP 2 x 32x48; the head 32x62.
+    weights = 3 * (768 + 2 * 384 + 768 + 2 * 1536) + 1984
+    assert train_flops_per_token(config) == 6 * weights + 3 * 12 * 24 * 16
+    gated = tiny_config({"model.num_layers": 3, "attention.num_kv_heads": 2, "model.mlp": "swiglu", "attention.window": 5})
+    assert train_flops_per_token(gated) == 6 * (weights + 3 * 1536) + 3 * 12 * 24 * 5
+
+
+def test_flops_are_six_per_parameter_at_the_paper_shape_and_the_same_for_xsa():
+    tree = base.get_config().to_dict()
+    tree["model"] |= {"num_layers": 24, "d_model": 1536, "d_ff": 6144}
+    tree["attention"] |= {"num_heads": 24, "num_kv_heads": 24, "head_dim": 64}
+    tree["data"]["seq_len"] = 2048
+    config = from_config_dict(tree)
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(build(config).abstract_params))
+    assert 0.7e9 < parameters < 0.8e9
+    attention = 12 * 24 * 1536 * 2048
+    assert train_flops_per_token(config) - attention == pytest.approx(6 * parameters, rel=0.001)
+    tree["attention"]["kind"] = "xsa"
+    assert train_flops_per_token(from_config_dict(tree)) == train_flops_per_token(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("TPU v4", 275e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12), ("TPU v5p", 459e12), ("TPU v6 lite", 918e12),
+        ("TPU7x", 2307e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12), ("cpu", None), ("NVIDIA GeForce RTX 3090", None), ("TPU v9", None),
+    ],
+)  # fmt: skip
+def test_peak_of_known_devices_and_none_for_others(kind, peak):
+    assert peak_flops(kind) == peak
+
+
+def test_a_step_is_read_only_when_the_next_one_is_on_its_way(tmp_path):
+    reads: list[float] = []
+    with Metrics(tmp_path, tiny_config(), 0, jax.devices()[:1]) as metrics:
+        for step in (1, 2, 3):
+            metrics.add(step, values(step) | {"loss": Value(step, reads.append)})
+            assert reads == list(range(1, step))
+        metrics.flush()
+        metrics.flush()
+        assert reads == [1, 2, 3]
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
+
+
+def test_records_without_a_known_peak(tmp_path, clock):
+    with Metrics(tmp_path, tiny_config(), 0, jax.devices()[:1]) as metrics:
+        for step in (1, 2):
+            metrics.add(step, values(step))
+            clock.now += 0.5
+    first, second = records(tmp_path)
+    assert first == {"step": 1, "split": "train", "loss": 1.5, "z": 1.0, "grad_norm": 2.0, "lr": pytest.approx(1e-3)}
+    assert second["mfu"] is None
+    assert second["step_time"] == pytest.approx(0.5)
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_mfu_of_a_known_device(tmp_path, clock, capsys):
+    config = tiny_config()
+    device: Any = types.SimpleNamespace(device_kind="NVIDIA H200")
+    with Metrics(tmp_path, config, 0, [device] * 4) as metrics:
+        for step in (1, 2, 3):
+            metrics.add(step, values(step, tokens=1e9))
+            clock.now += 2.0
+    last = records(tmp_path)[-1]
+    assert last["tokens_per_second"] == pytest.approx(5e8)
+    assert last["mfu"] == pytest.approx(5e8 * train_flops_per_token(config) / (4 * 989e12))
+    assert f"MFU {100 * last['mfu']:.1f}%" in capsys.readouterr().out
+
+
+def test_rates_cover_every_step_since_the_last_record_and_no_pause(tmp_path, clock):
+    """Reading the values of a step is what takes its time: the host waits there for the device."""
+    config = tiny_config({"train.log_every": 4})
+
+    def wait(_value: float) -> None:
+        clock.now += 0.25
+
+    with Metrics(tmp_path, config, 0, jax.devices()[:1]) as metrics:
+        clock.now += 60.0  # compilation
+        for step in range(1, 9):
+            metrics.add(step, values(step, tokens=10.0 * step) | {"loss": Value(1.0, wait)})
+            if step == 6:
+                with metrics.pause(step):
+                    clock.now += 1000.0
+    by_step = {record["step"]: record for record in records(tmp_path)}
+    assert by_step.keys() == {1, 4, 8}
+    assert "step_time" not in by_step[1]
+    assert by_step[4]["step_time"] == pytest.approx(0.25)
+    assert by_step[4]["tokens_per_second"] == pytest.approx((20 + 30 + 40) / 0.75)
+    assert by_step[8]["step_time"] == pytest.approx(0.25)
+    assert by_step[8]["tokens_per_second"] == pytest.approx((70 + 80) / 0.5)
+
+
+def test_the_last_step_is_written_whatever_the_interval(tmp_path):
+    config = tiny_config({"train.log_every": 7, "train.num_steps": 10})
+    with Metrics(tmp_path, config, 0, jax.devices()[:1]) as metrics:
+        for step in range(1, 11):
+            metrics.add(step, values(step))
+    assert [record["step"] for record in records(tmp_path)] == [1, 7, 10]
+
+
+def test_a_continued_run_drops_what_came_after_its_checkpoint_and_half_lines(tmp_path):
+    config = tiny_config()
+    with Metrics(tmp_path, config, 0, jax.devices()[:1]) as metrics:
+        for step in range(1, 6):
+            metrics.add(step, values(step))
+        metrics.flush()
+        metrics.write(3, "validation", {"loss": 3.25})
+        metrics.write(5, "validation", {"loss": 5.25})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "split": "tra')  # a kill in mid-write
+    with Metrics(tmp_path, config, 3, jax.devices()[:1]) as metrics:
+        metrics.add(4, values(4, loss=40.5))
+    kept = [(record["step"], record["split"], record["loss"]) for record in records(tmp_path)]
+    assert kept == [(1, "train", 1.5), (2, "train", 2.5), (3, "train", 3.5), (3, "validation", 3.25), (4, "train", 40.5)]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, loss):
+    with Metrics(tmp_path, tiny_config(), 0, jax.devices()[:1]) as metrics:
+        metrics.add(1, values(1))
+        metrics.add(2, values(2, loss=loss))
+        with pytest.raises(UserError, match=r"step 2: the loss is (nan|inf).*optim\.peak_lr"):
+            metrics.add(3, values(3))
+    assert [record["step"] for record in records(tmp_path)] == [1]
+
+
+def test_the_line_for_people(tmp_path, clock, capsys):
+    config = tiny_config({"train.num_steps": 10_000})
+    with Metrics(tmp_path, config, 0, jax.devices()[:1]) as metrics:
+        for step in (1, 2):
+            metrics.add(step, values(step, tokens=5000.0))
+            clock.now += 0.5
+        metrics.flush()
+        metrics.write(2, "validation", {"loss": 2.25, "bits_per_byte": 1.125})
+    first, second, validation = capsys.readouterr().out.splitlines()
+    assert first == "step     1/10000  train loss 1.5000  grad 2.00  lr 1.00e-03"
+    assert second == (
+        "step     2/10000  train loss 2.5000  grad 2.00  lr 1.00e-03  10,000 tokens/s  500 ms/step  MFU unknown  left 1:23:19"
+    )
+    assert validation == "step     2/10000  validation loss 2.2500  bits/byte 1.1250"
