@@ -1,0 +1,130 @@
+"""Comparisons of runs made by hand, so that every number of the table is known."""
+
+import copy
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from tests.helpers import tiny_tree
+from xsa_jax.analyze import compare
+from xsa_jax.config import UserError
+
+pytestmark = pytest.mark.fast
+
+STATISTICS = {
+    "value_cosine": 0.3, "self_weight": 0.1, "cosine": 0.5, "cosine_xsa": 0.0, "centred_cosine": 0.25, "centred_cosine_xsa": -0.1,
+    "removed": 0.6,
+}  # fmt: skip
+
+
+def evaluation(loss):
+    buckets = [{"start": 0, "stop": 1, "loss": loss + 1, "tokens": 10}, {"start": 1, "stop": 16, "loss": None, "tokens": 0}]
+    trained = {"context": 16, "loss": loss, "bits_per_byte": 2 * loss, "perplexity": float(np.exp(loss)), "tokens": 160}
+    return {
+        "store": {"hash": "abc"},
+        "losses": [{**trained, "buckets": buckets}, {**trained, "context": 8, "loss": loss + 0.5, "buckets": []}],
+        "similarity": {name: [[value, value + 0.1], [value, value - 0.1]] for name, value in STATISTICS.items()},
+    }
+
+
+def make_run(path: pathlib.Path, kind, loss, times=(0.5, 0.1, 0.2), overrides=None, steps=(20,), devices="1 x cpu") -> pathlib.Path:
+    (path / "eval").mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(tiny_tree({"attention.kind": kind, **(overrides or {})})))
+    train = [{"step": i + 1, "split": "train", "loss": loss + 3 - i} for i in range(3)]
+    train = [record | {"step_time": seconds} for record, seconds in zip(train, times, strict=True)]
+    validation = [{"step": i, "split": "validation", "loss": loss + 1 / i} for i in (1, 2, 3)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*train, *validation]))
+    (path / "starts.jsonl").write_text(json.dumps({"devices": devices}) + "\n")
+    for step in steps:
+        (path / "eval" / f"{step}.json").write_text(json.dumps(evaluation(loss + 20 - step)))
+    return path
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return [make_run(tmp_path / "a", "sa", 3.0), make_run(tmp_path / "b", "xsa", 2.9, times=(0.9, 0.3, 0.25))]
+
+
+def rows_of(output):
+    return {row["label"]: row for row in json.loads((output / "table.json").read_text())["rows"]}
+
+
+def test_the_table(pair, tmp_path):
+    output = tmp_path / "new" / "report"
+    markdown = compare.compare(pair, output)
+    rows = rows_of(output)
+    loss = rows["validation loss, nats per token"]
+    assert loss["values"] == pytest.approx({"SA": 3.0, "XSA": 2.9})
+    assert loss["changes"]["XSA"] == pytest.approx(0.1), "first minus second: above 0 where XSA is better"
+    assert rows["bits per byte"]["changes"]["XSA"] == pytest.approx(0.2)
+    assert rows["loss at position 0"]["changes"]["XSA"] == pytest.approx(0.1)
+    assert rows["loss at position 1-15"]["values"] == {"SA": None, "XSA": None}
+    assert rows["loss at context 8"]["values"] == pytest.approx({"SA": 3.5, "XSA": 3.4})
+    time = rows["step time, ms (median, ratio)"]
+    assert time["values"] == {"SA": 200.0, "XSA": 300.0}
+    assert time["changes"]["XSA"] == pytest.approx(1.5)
+    assert rows["cos(y, v) before XSA"]["values"]["SA"] == pytest.approx(0.5)
+    assert rows["centred cos(z, v) after XSA"]["values"]["XSA"] == pytest.approx(-0.1)
+
+    assert markdown == (output / "table.md").read_text()
+    assert "one seed: this proves nothing about the difference" in markdown
+    line = next(line for line in markdown.splitlines() if line.startswith("| validation loss"))
+    assert [cell.strip() for cell in line.strip("|").split("|")][1:] == ["3.0000", "2.9000", "+0.1000"]
+    assert len({len(line) for line in markdown.splitlines() if line.startswith("|")}) == 1
+    for name in ("loss.png", "position.png", "similarity.png"):
+        assert (output / name).read_bytes().startswith(b"\x89PNG")
+    assert not list(output.glob("*.tmp"))
+
+
+def test_only_attention_may_differ(pair, tmp_path):
+    other = make_run(tmp_path / "c", "xsa", 2.8, overrides={"optim.peak_lr": 0.5, "seed": 7, "eval.every": 3})
+    output = tmp_path / "report"
+    with pytest.raises(
+        UserError, match=r"a and .*c differ in more than attention: optim.peak_lr \(0.01 and 0.5\); seed \(0 and 7\)"
+    ):
+        compare.compare([pair[0], other], output)
+    with pytest.raises(UserError, match=r"attention: seed \(0 and 7\)\."):
+        compare.compare([pair[0], other], output, ["optim"])
+    with pytest.raises(UserError, match="seed"):
+        compare.compare([pair[0], other], output, ["optim.peak_lr", "see"])
+    assert not output.exists()
+    compare.compare([pair[0], other], output, ["optim.peak_lr", "seed"])
+    assert output.exists()
+
+
+def test_several_runs_go_by_folder_and_latest_common_step(tmp_path):
+    runs = [make_run(tmp_path / name, kind, 3.0, steps=steps, devices=f"1 x {name}") for name, kind, steps in
+            (("a", "sa", (10, 20)), ("b", "xsa", (10,)), ("c", "xsa", (10, 20)))]  # fmt: skip
+    markdown = compare.compare(runs, tmp_path / "report")
+    assert "Step 10." in markdown
+    assert f"{runs[0]} - {runs[2]}" in markdown
+    assert rows_of(tmp_path / "report")["step time, ms (median, ratio)"]["changes"] == {}, "other devices: no ratio"
+
+
+def test_what_cannot_be_compared(pair, tmp_path):
+    def refused(paths, match):
+        with pytest.raises(UserError, match=match):
+            compare.compare(paths, tmp_path / "report")
+        assert not (tmp_path / "report").exists()
+
+    refused(pair[:1], "found 1 run")
+    refused([pair[0], make_run(tmp_path / "c", "xsa", 1.0, steps=(10,))], r"no step .*a: 20; .*c: 10")
+    refused([pair[0], make_run(tmp_path / "d", "xsa", 1.0, steps=())], r"d: not evaluated; run python eval.py --run .*d")
+    refused([pair[0], tmp_path / "nowhere"], "nowhere/config.json: cannot be read")
+    changed = copy.deepcopy(evaluation(2.0))
+    changed["store"]["hash"] = "other"
+    (pair[1] / "eval" / "20.json").write_text(json.dumps(changed))
+    refused(pair, "not evaluated on the same text.*abc.*other")
+    (pair[1] / "eval" / "20.json").write_text("{")
+    refused(pair, "20.json: not JSON")
+    (pair[1] / "metrics.jsonl").write_text("{")
+    refused(pair, "metrics.jsonl")
+
+
+def test_command(pair, tmp_path, capsys):
+    assert compare.main([*map(str, pair), "--output", str(tmp_path / "report")]) == 0
+    assert "+0.1000" in capsys.readouterr().out
+    assert compare.main([str(pair[0]), "--output", str(tmp_path / "report")]) == 1
+    assert capsys.readouterr().err == "compare: found 1 run; expected two or more to compare\n"
