@@ -1,7 +1,7 @@
 """What one Triton program computes: FlashAttention-2 (arXiv 2307.08691) with XSA in its epilogue. The launcher is `triton`.
 
-Every kernel sweeps the blocks of the other axis that its own block can see, twice: first the blocks that need no mask, then the rest.
-What `kernels.fused` asks of a backend says what is computed.
+`kernels.fused.Backend` says what is computed. Every kernel sweeps those blocks of the other axis that its own block can see, in two
+loops: the blocks that need no mask, then the rest.
 
 Shapes beside the package's: a tile of queries has `block_t` rows, a tile of keys `block_s`, and E is padded to a power of two.
 Scores are in base 2: exp2 is one instruction.
@@ -52,7 +52,7 @@ class Plan:
 
 
 class Spans(NamedTuple):
-    """Block numbers in order: [start, clean), [own, after_own) and [masked, stop) need the mask, the rest of [start, stop) does not."""
+    """Block numbers in order. [start, clean), [own, after_own) and [masked, stop) need the mask; between them no block does."""
 
     start: jax.Array
     clean: jax.Array
@@ -80,7 +80,7 @@ def query_spans(plan: Plan, j: jax.Array, segments_ref) -> Spans:
 
 
 def _spans(plan, first, last, back, ahead, offset, length, block, segments_ref) -> Spans:
-    """Tokens [first, last) see from `back` tokens behind each to `ahead` tokens past it, in an axis of `length` from position `offset`."""
+    """What tokens [first, last) see, each from `back` behind it to `ahead` past it, of an axis of `length` that starts at `offset`."""
     blocks = jnp.int32(-(-length // block))
     start, stop, clean, masked = jnp.int32(0), blocks, jnp.int32(0), jnp.int32(length // block)
     if back is not None:
