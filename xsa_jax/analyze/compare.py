@@ -128,7 +128,7 @@ def table(runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any]]) -> list
         Row("perplexity", [loss["perplexity"] for loss in losses], 3),
     ]
     for same in zip(*(loss["buckets"] for loss in losses), strict=True):
-        values = [math.nan if bucket["loss"] is None else bucket["loss"] for bucket in same]
+        values = [math.nan if bucket["loss"] is None else bucket["loss"] for bucket in same]  # no token counted there
         rows.append(Row(f"loss at position {plots.positions(same[0])}", values, 4, "difference"))
     others = [{loss["context"]: loss["loss"] for loss in evaluation["losses"][1:]} for evaluation in evaluations]
     for context in sorted(set(others[0]).intersection(*others)):
@@ -196,6 +196,7 @@ def _named(run: Run) -> dict[str, str]:
 def _row_json(row: Row, names: Sequence[str]) -> dict[str, Any]:
     values = {name: None if math.isnan(value) else value for name, value in zip(names, row.values, strict=True)}
     changes = dict(zip(names[1:], row.changes(), strict=True)) if row.compared else {}
+    changes = {name: None if change is None or math.isnan(change) else change for name, change in changes.items()}
     return {"label": row.label, "values": values, "compared": row.compared, "changes": changes}
 
 

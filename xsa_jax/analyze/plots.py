@@ -61,7 +61,7 @@ def buckets(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: pathlib.Path)
         first, *others = runs
         width = 0.8 / len(others)
         for index, name in enumerate(others):
-            differences = [a["loss"] - b["loss"] for a, b in zip(runs[first], runs[name], strict=True)]
+            differences = _losses(runs[first]) - _losses(runs[name])
             places = np.arange(len(differences)) + (index - (len(others) - 1) / 2) * width
             axes.bar(places, differences, width, color=_COLOURS[(index + 1) % 6], label=name)
         labels = [positions(bucket) for bucket in runs[first]]
@@ -111,6 +111,10 @@ def _panel(axes, runs: Mapping[str, Mapping[str, Any]], title: str, before: str,
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_title(title)
     axes.legend(fontsize=8)
+
+
+def _losses(of_positions: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    return np.array([bucket["loss"] for bucket in of_positions], dtype=float)  # null, where no token counted, becomes nan
 
 
 def _curve(records: Records, split: str) -> tuple[np.ndarray, np.ndarray]:
