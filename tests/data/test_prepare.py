@@ -123,16 +123,17 @@ def wait_until(condition, message):
         time.sleep(0.05)
 
 
-def test_interrupted_by_ctrl_c_it_says_how_to_continue(tmp_path):
-    for index in range(4):
-        write_json_lines(tmp_path / f"{index}.jsonl", words(40, seed=index) * 400)
+def test_ctrl_c_stops_the_workers_and_says_how_to_continue(tmp_path):
+    for index in range(2):
+        write_json_lines(tmp_path / f"{index}.jsonl", [text * 50 for text in words(20, seed=index)] * 100)
     run = command(tmp_path / "*.jsonl", tmp_path / "out", "--workers", "2")
     process = subprocess.Popen(run, env=subprocess_env(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_until((tmp_path / "out" / "train").exists, "did not start")
     os.killpg(process.pid, signal.SIGINT)
-    error = process.communicate(timeout=30)[1]
+    error = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert error.strip() == "prepare: interrupted; run the same command again to continue"
+    assert not list((tmp_path / "out" / "train").iterdir()), "a worker went on to the end of its file"
 
 
 def test_a_broken_input_can_be_mended_or_skipped_without_starting_over(tmp_path):
