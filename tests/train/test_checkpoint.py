@@ -279,9 +279,10 @@ def test_what_is_kept(tmp_path, keep, expected):
 def test_a_save_cut_short_is_never_listed_and_only_a_writer_cleans_it(damaged):
     model, abstract = described(LEARNED)
     folder = damaged / "checkpoints"
-    leftover = folder / "9.orbax-checkpoint-tmp"  # what a killed save leaves
-    shutil.copytree(folder / "7", leftover)
-    (leftover / "commit_success.txt").unlink()
+    leftovers = [folder / f"{step}.orbax-checkpoint-tmp" for step in (8, 9)]  # what killed saves leave
+    for leftover in leftovers:
+        shutil.copytree(folder / "7", leftover)
+        (leftover / "commit_success.txt").unlink()
     before = files(damaged)
     with Checkpoints(damaged) as checkpoints:
         assert checkpoints.steps == [3, 7]
@@ -292,6 +293,6 @@ def test_a_save_cut_short_is_never_listed_and_only_a_writer_cleans_it(damaged):
     with Checkpoints(damaged, model.config.checkpoint) as checkpoints:
         assert checkpoints.steps == [3, 7]
         checkpoints.save(9, filled(abstract), model, LOADER)
-    assert not leftover.exists()
+    assert not any(leftover.exists() for leftover in leftovers)
     with Checkpoints(damaged) as checkpoints:
         assert checkpoints.steps == [7, 9]
