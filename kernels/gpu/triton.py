@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from kernels import fused
 from kernels.gpu import triton_body as body
+from kernels.gpu.spans import Plan
 
 MAX_HEAD_DIM = 256
 
@@ -154,7 +155,7 @@ def _dkv(call, q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, segment_ids,
 class _QuerySpecs:
     """Blocks of a grid with one program per query block, head and batch row."""
 
-    def __init__(self, plan: body.Plan, q_BTHE: jax.Array, k_BSKE: jax.Array):
+    def __init__(self, plan: Plan, q_BTHE: jax.Array, k_BSKE: jax.Array):
         (B, T, H, E), (S, K) = q_BTHE.shape, k_BSKE.shape[1:3]
         G, N, e, s, t = H // K, pl.cdiv(T, plan.block_t), _padded_head_dim(E), _round_up(S, plan.block_s), plan.block_t
 
@@ -173,12 +174,12 @@ class _QuerySpecs:
         self.spans = pl.BlockSpec((None, None, 2), lambda n, h, b: (b, i(n), 0))
 
 
-def _plan(call: fused.Call, q_BTHE: jax.Array, k_BSKE: jax.Array, segment_ids: jax.Array | None, tile: Tile) -> body.Plan:
+def _plan(call: fused.Call, q_BTHE: jax.Array, k_BSKE: jax.Array, segment_ids: jax.Array | None, tile: Tile) -> Plan:
     (_, T, _, E), S = q_BTHE.shape, k_BSKE.shape[1]
     # Tensor cores take no tile of fewer than 16 rows.
     block_t = min(tile.block_t, max(16, pl.next_power_of_2(T)))
     block_s = min(tile.block_s, max(16, pl.next_power_of_2(S)))
-    return body.Plan(call, T, S, E, block_t, block_s, segment_ids is not None)
+    return Plan(call, T, S, E, block_t, block_s, segment_ids is not None)
 
 
 def _padded_head_dim(head_dim: int) -> int:
@@ -189,12 +190,12 @@ def _round_up(n: int, block: int) -> int:
     return pl.cdiv(n, block) * block
 
 
-def _ids(plan: body.Plan, segment_ids: jax.Array | None):
+def _ids(plan: Plan, segment_ids: jax.Array | None):
     """The segment ids of the queries and of the keys."""
     return (None, None) if segment_ids is None else (segment_ids[:, plan.offset :], segment_ids)
 
 
-def _segment_spans(plan: body.Plan, segment_ids: jax.Array | None, of_keys: bool) -> jax.Array | None:
+def _segment_spans(plan: Plan, segment_ids: jax.Array | None, of_keys: bool) -> jax.Array | None:
     """Of each query block (or key block) the range of key blocks (query blocks) that may share a segment: int32 [B, N, 2]."""
     if segment_ids is None:
         return None
@@ -214,7 +215,7 @@ def _extremes(ids_BT: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     return ids_BNt.min(-1), ids_BNt.max(-1)
 
 
-def _cost(plan: body.Plan, q_BTHE: jax.Array, k_BSKE: jax.Array, products: int) -> pl.CostEstimate:
+def _cost(plan: Plan, q_BTHE: jax.Array, k_BSKE: jax.Array, products: int) -> pl.CostEstimate:
     """`products` matrix products of T x S x E per head, of the pairs that the mask's positions show."""
     B, T, H, E = q_BTHE.shape
     call = plan.call

@@ -7,9 +7,7 @@ Shapes beside the package's: a tile of queries has `block_t` rows, a tile of key
 Scores are in base 2: exp2 is one instruction.
 """
 
-import dataclasses
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,49 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kernels import fused
+from kernels.gpu.spans import Plan, Spans, key_spans, query_spans
 
 LOG2E = math.log2(math.e)
 # A finite start for the running maximum: where a tile hides all its keys from a row, exp2(-inf - LOWEST) is 0 and not NaN.
 LOWEST = -1e30
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """All that a kernel knows at compile time."""
-
-    call: fused.Call
-    T: int
-    S: int
-    E: int
-    block_t: int
-    block_s: int
-    segments: bool
-
-    @property
-    def offset(self) -> int:
-        """The position of the first query: the queries are the last T of the S tokens."""
-        return self.S - self.T
-
-    @property
-    def back(self) -> int | None:
-        """How far a query sees back; None is without end."""
-        return None if self.call.window is None else self.call.window - 1
-
-    @property
-    def ahead(self) -> int | None:
-        return 0 if self.call.causal else self.back
-
-
-class Spans(NamedTuple):
-    """Block numbers in order. [start, clean), [own, after_own) and [masked, stop) need the mask; between them no block does."""
-
-    start: jax.Array
-    clean: jax.Array
-    own: jax.Array
-    after_own: jax.Array
-    masked: jax.Array
-    stop: jax.Array
 
 
 def query_block() -> jax.Array:
@@ -67,59 +27,11 @@ def query_block() -> jax.Array:
     return pl.num_programs(0) - 1 - pl.program_id(0)
 
 
-def key_spans(plan: Plan, i: jax.Array, segments_ref) -> Spans:
-    """The key blocks that query block i sees."""
-    first = plan.offset + i * plan.block_t
-    return _spans(plan, first, first + plan.block_t, plan.back, plan.ahead, 0, plan.S, plan.block_s, segments_ref)
-
-
-def query_spans(plan: Plan, j: jax.Array, segments_ref) -> Spans:
-    """The query blocks that see key block j."""
-    first = j * plan.block_s
-    return _spans(plan, first, first + plan.block_s, plan.ahead, plan.back, plan.offset, plan.T, plan.block_t, segments_ref)
-
-
-def _spans(plan, first, last, back, ahead, offset, length, block, segments_ref) -> Spans:
-    """What tokens [first, last) see, each from `back` behind it to `ahead` past it, of an axis of `length` that starts at `offset`."""
-    blocks = jnp.int32(-(-length // block))
-    start, stop, clean, masked = jnp.int32(0), blocks, jnp.int32(0), jnp.int32(length // block)
-    if back is not None:
-        start = _div(jnp.maximum(first - back - offset, 0), block)
-        clean = _div(jnp.maximum(last - 1 - back - offset, 0) + block - 1, block)
-    if ahead is not None:
-        stop = jnp.minimum(_div(jnp.maximum(last + ahead - offset, 0) + block - 1, block), blocks)
-        masked = jnp.minimum(_div(jnp.maximum(first + ahead + 1 - offset, 0), block), masked)
-    if segments_ref is not None:
-        start, stop = jnp.maximum(start, segments_ref[0]), jnp.minimum(stop, segments_ref[1])
-        start = jnp.minimum(start, stop)
-        return Spans(start, start, start, stop, stop, stop)
-    start = jnp.minimum(start, stop)
-    clean = jnp.clip(clean, start, stop)
-    masked = jnp.clip(masked, clean, stop)
-    if not plan.call.drop_diagonal:
-        return Spans(start, clean, masked, masked, masked, stop)
-    own = jnp.clip(_div(jnp.maximum(first - offset, 0), block), clean, masked)
-    after_own = jnp.clip(_div(jnp.maximum(last - offset, 0) + block - 1, block), own, masked)
-    return Spans(start, clean, own, after_own, masked, stop)
-
-
 def _sweep(plan: Plan, spans: Spans, step, carry):
     """carry = step(block number, masked?, carry) over all blocks of the spans."""
-    s = spans
-
-    def clean(n, carry):
-        j = s.clean + n
-        return step(jnp.where(j < s.own, j, j + (s.after_own - s.own)), False, carry)
-
-    def masked(n, carry):
-        j = s.start + n
-        j = jnp.where(j < s.clean, j, j + (s.own - s.clean))
-        return step(jnp.where(j < s.after_own, j, j + (s.masked - s.after_own)), True, carry)
-
-    num_clean = (s.own - s.clean) + (s.masked - s.after_own)
     if not plan.segments:
-        carry = lax.fori_loop(0, num_clean, clean, carry)
-    return lax.fori_loop(0, (s.stop - s.start) - num_clean, masked, carry)
+        carry = lax.fori_loop(0, spans.count(clean=True), lambda n, c: step(spans.block(n, clean=True), False, c), carry)
+    return lax.fori_loop(0, spans.count(clean=False), lambda n, c: step(spans.block(n, clean=False), True, c), carry)
 
 
 def forward_kernel(
@@ -337,7 +249,3 @@ def _dot(a, b, contract):
     # Without the precision Triton would multiply float32 in TF32.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
-def _div(x: jax.Array, n: int) -> jax.Array:
-    return lax.div(x, jnp.int32(n))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels import MaskSpec, Projection, fused
-from kernels.gpu import triton, triton_body
+from kernels.gpu import spans, triton, triton_body
 from tests.kernels.cases import Variant, arrays, assert_close, expected, rounded
 
 XSA = Variant(rule="clamp")
@@ -216,7 +216,7 @@ def test_finite_at_extreme_values(size):
 def test_spans(T, S, t, s, causal, window, drop):
     """Blocks outside the spans are hidden, blocks said to be clean need no mask, and no span is longer than it must be."""
     call = fused.Call(causal, window, None, 1.0, "clamp", 1e-12, drop and T == S)
-    plan = triton_body.Plan(call, T, S, 16, t, s, segments=False)
+    plan = spans.Plan(call, T, S, 16, t, s, segments=False)
     N, M = -(-T // t), -(-S // s)
     i, j = np.arange(N * t)[:, None] + S - T, np.arange(M * s)[None]
     seen = (j <= i if causal else True) & ((j > i - window) & (j < i + window) if window else True)
@@ -227,8 +227,8 @@ def test_spans(T, S, t, s, causal, window, drop):
     for_queries = ((unmasked & (i < S)) | (j >= S)).reshape(N, t, M, s).all((1, 3))
     some = some.any((1, 3))
     for of, n, visible, unmasked in (
-        (triton_body.key_spans, N, some, for_keys),
-        (triton_body.query_spans, M, some.T, for_queries.T),
+        (spans.key_spans, N, some, for_keys),
+        (spans.query_spans, M, some.T, for_queries.T),
     ):
         for block in range(n):
             start, clean, own, after_own, masked, stop = (int(x) for x in of(plan, block, None))
@@ -241,7 +241,7 @@ def test_spans(T, S, t, s, causal, window, drop):
 
 def test_segment_spans():
     ids = jnp.asarray([[0] * 20 + [1] * 25 + [2] * 19], jnp.int32)
-    plan = triton_body.Plan(fused.Call(False, None, None, 1.0, None, 0.0, False), 64, 64, 16, 16, 8, segments=True)
+    plan = spans.Plan(fused.Call(False, None, None, 1.0, None, 0.0, False), 64, 64, 16, 16, 8, segments=True)
     assert triton._segment_spans(plan, ids, of_keys=False).tolist() == [[[0, 3], [0, 6], [2, 8], [5, 8]]]
     assert triton._segment_spans(plan, ids, of_keys=True).tolist() == [
         [[0, 2], [0, 2], [0, 3], [1, 3], [1, 3], [1, 4], [2, 4], [2, 4]]
