@@ -249,7 +249,7 @@ def _block(grid: Grid, starts, rows, x: _Inputs, total: _Scratch):
                 seen = tile.both(seen, tile.lanes(x.k_ids[keys, :], s.shape[1]) == x.q_ids[...])
             p_dv = p = p if seen is None else jnp.where(seen, p, 0)
             if x.diagonal is not None:
-                diagonal = k_position == x.diagonal[...]
+                diagonal = tile.on_diagonal(k_position, x.diagonal[...])
                 p_dv, dp = jnp.where(diagonal, 0, p), jnp.where(diagonal, 0, dp)
         total.dv[keys, :] += tile.dot(p_dv.astype(dy.dtype), dy, tile.NN)
         ds = p * (dp - x.delta[...])

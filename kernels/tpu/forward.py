@@ -178,7 +178,7 @@ def _block(grid: Grid, start, x: _Inputs, t: _Scratch):
         # Sums of every 128th weight: the one reduction over lanes waits for the last block.
         t.total[...] = shrink * t.total[...] + sum(p[:, lane : lane + LANES] for lane in range(0, compute, LANES))
         if start is not None and call.drop_diagonal:
-            p = jnp.where(k_position == tile.lanes(t.diagonal[...], compute), 0, p)
+            p = jnp.where(tile.on_diagonal(k_position, tile.lanes(t.diagonal[...], compute)), 0, p)
         v = x.v[columns, :]
         t.acc[...] = tile.lanes(shrink, v.shape[1]) * t.acc[...] + tile.dot(p.astype(v.dtype), v, tile.NN)
 

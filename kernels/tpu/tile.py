@@ -40,6 +40,11 @@ def visible(call: Call, q_position: jax.Array, k_position: jax.Array, num_keys: 
     return seen
 
 
+def on_diagonal(k_position: jax.Array, diagonal: jax.Array) -> jax.Array:
+    """Where the key is the query's own token; `diagonal` is that token's position, or -1 in rows that keep their diagonal."""
+    return k_position == diagonal
+
+
 def both(a: jax.Array | None, b: jax.Array) -> jax.Array:
     return b if a is None else a & b
 
