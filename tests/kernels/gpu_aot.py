@@ -53,6 +53,14 @@ TRITON = {
     "float32 64": ({}, 64, 4, 2, 1024, "float32"),
 }
 
+HOPPER = {
+    "causal 64": ({}, 64, 4, 4, 2048, "bfloat16"),
+    "causal 128": ({}, 128, 8, 2, 2048, "bfloat16"),
+    "plain 128": ({"xsa": None}, 128, 8, 2, 2048, "bfloat16"),
+    "full 128": ({"causal": False}, 128, 4, 1, 2048, "float16"),
+    "everything 128": ({"window": 300, "sinks": True, "softcap": 30.0}, 128, 8, 2, 2048, "bfloat16"),
+}
+
 
 def missing() -> str:
     """What to install before anything can be compiled; empty when nothing is missing."""
@@ -134,10 +142,11 @@ def main(architecture: str, kind: str) -> None:
     os.environ["PATH"] = f"{nvcc()}/bin:" + os.environ["PATH"]
     with tempfile.TemporaryDirectory() as dump:
         os.environ["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={nvcc()} --xla_dump_to={dump}"
-        from kernels.gpu import triton
+        from kernels.gpu import hopper, triton
 
-        for case, (features, *sizes) in {"triton": TRITON}[kind].items():
-            memory = compile_for(architecture, *vjp_of(triton.backend(), features, *sizes)).memory_analysis()
+        backend, cases = {"triton": (triton.backend(), TRITON), "hopper": (hopper.backend(), HOPPER)}[kind]
+        for case, (features, *sizes) in cases.items():
+            memory = compile_for(architecture, *vjp_of(backend, features, *sizes)).memory_analysis()
             found = {}
             for ptx in glob.glob(f"{dump}/*.ptx"):
                 if "attention" in (text := pathlib.Path(ptx).read_text()) or "xsa_" in text:

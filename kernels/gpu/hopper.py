@@ -1,0 +1,250 @@
+"""Fused attention for Hopper chips through Pallas Mosaic GPU: FlashAttention-3's forward pass (arXiv 2407.08608) with XSA behind it.
+
+Two warpgroups compute 64 query rows each, a third keeps the tensor memory accelerator busy with keys and values. The two take turns
+on the tensor cores: while one multiplies, the other does its softmax. When a warpgroup has no key block left, its Q buffer is dead
+and takes the own values, so that the projection costs no shared memory and y never leaves the registers.
+
+No interpreter multiplies as these tensor cores do, so the values wait for a device. The backward pass is that of `triton`.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels import fused
+from kernels.gpu import triton
+from kernels.gpu.spans import Plan, Spans, key_spans
+
+COMPUTE = 2
+ROWS = 64
+KEYS = 128
+LOG2E = math.log2(math.e)
+LOWEST = -1e30
+
+
+@functools.cache
+def backend(interpret: bool = False) -> fused.Backend:
+    """What `fused.attention` runs. `interpret` simulates the chip on the CPU; only jax from 0.12 on can."""
+    return fused.Backend(functools.partial(_forward, interpret=interpret), triton.backend(interpret=interpret).backward_main)
+
+
+def refused(dtype: str, head_dim: int, T: int, segments: bool) -> str:
+    """The features of a call that the kernel does not have, in words; empty when it has them all."""
+    features = {
+        f"dtype={dtype}": dtype not in ("bfloat16", "float16"),
+        f"head_dim={head_dim} (only 64 and 128)": head_dim not in (64, 128),
+        f"{T} queries (only multiples of {COMPUTE * ROWS})": T % (COMPUTE * ROWS) != 0,
+        "mask.segment_ids": segments,
+    }
+    return ", ".join(feature for feature, found in features.items() if found)
+
+
+def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H, *, interpret):
+    (B, T, H, E), S = q_BTHE.shape, k_BSKE.shape[1]
+    if named := refused(q_BTHE.dtype.name, E, T, segment_ids is not None):
+        raise ValueError(f"impl: found 'hopper', which cannot honour {named}, expected 'triton', which can")
+    plan = Plan(call, T, S, E, COMPUTE * ROWS, KEYS, segments=False)
+    stages = min(4 if E == 64 else 2, pl.cdiv(S, KEYS))
+    row = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+    has_own, has_sinks, has_alpha = own_BTKE is not None, sinks_H is not None, alpha_H is not None
+    inputs = [q_BTHE, k_BSKE, v_BSKE]
+    inputs += [own_BTKE] if has_own else []
+    inputs += [x.astype(jnp.float32) for x in (sinks_H, alpha_H) if x is not None]
+
+    def entry(q_ref, k_ref, v_ref, *refs):
+        refs = list(refs)
+        own_ref = refs.pop(0) if has_own else None
+        sinks_ref = refs.pop(0) if has_sinks else None
+        alpha_ref = refs.pop(0) if has_alpha else None
+        z_ref, lse_ref = refs[:2]
+        c_ref = refs[2] if has_own else None
+        tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        keys = plgpu.SMEM((stages, KEYS, E), k_ref.dtype, transforms=tiles)
+        pl.run_scoped(
+            functools.partial(_kernel, plan, (q_ref, k_ref, v_ref, own_ref, sinks_ref, alpha_ref), (z_ref, lse_ref, c_ref)),
+            plgpu.SMEM((COMPUTE, ROWS, E), q_ref.dtype, transforms=tiles),
+            keys,
+            keys,
+            plgpu.SMEM((COMPUTE, 2, ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=COMPUTE),
+            (plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
+            (plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages), plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)),
+            plgpu.Barrier(num_arrivals=COMPUTE),
+            collective_axes="wg",
+        )
+
+    out = plgpu.kernel(
+        entry,
+        out_type=[jax.ShapeDtypeStruct(q_BTHE.shape, q_BTHE.dtype), row, *([row] if has_own else [])],
+        grid=(H, T // plan.block_t, B),
+        grid_names=("head", "block", "batch"),
+        num_threads=COMPUTE + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+    )(*inputs)
+    return out[0], out[1], out[2] if has_own else None
+
+
+def _kernel(plan: Plan, inputs, outputs, q_smem, k_smem, v_smem, row_smem, q_ready, ready, consumed, turn):
+    q_ref, k_ref, v_ref, own_ref, sinks_ref, alpha_ref = inputs
+    wg, head, batch = lax.axis_index("wg"), lax.axis_index("head"), lax.axis_index("batch")
+    # The last query blocks see the most keys under a causal mask, and start first.
+    block = plan.T // plan.block_t - 1 - lax.axis_index("block")
+    kv_head = lax.div(head, jnp.int32(q_ref.shape[2] // k_ref.shape[2]))
+    spans = key_spans(plan, block, None)
+    steps, num_clean = spans.stop - spans.start, spans.count(clean=True)
+
+    @pl.when(wg < COMPUTE)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        first = block * plan.block_t + wg * ROWS
+        rows = (batch, pl.ds(first, ROWS))
+        buffer = q_smem.at[wg]
+        plgpu.copy_gmem_to_smem(q_ref.at[*rows, head], buffer, q_ready.at[wg])
+        plgpu.barrier_wait(q_ready.at[wg])
+        sink = None if sinks_ref is None else sinks_ref[head] * LOG2E
+        state = _softmax(plan, spans, first, sink, wg, buffer, k_smem, v_smem, ready, consumed, turn, num_clean, steps)
+        if own_ref is not None:
+            plgpu.commit_smem()  # all four warps are done with Q
+            plgpu.copy_gmem_to_smem(own_ref.at[*rows, kv_head], buffer, q_ready.at[wg])
+            plgpu.barrier_wait(q_ready.at[wg])
+        alpha = None if alpha_ref is None else alpha_ref[head]
+        _epilogue(plan, state, own_ref is not None, alpha, buffer, row_smem.at[wg], outputs, rows, head)
+
+    @pl.when(wg == COMPUTE)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        stages = k_smem.shape[0]
+
+        def fetch(n, refill):
+            slot = lax.rem(n, jnp.int32(stages))
+            at = (batch, pl.ds(_nth_block(spans, n, num_clean) * KEYS, KEYS), kv_head)
+            for source, target, full, empty in zip((k_ref, v_ref), (k_smem, v_smem), ready, consumed, strict=True):
+                if refill:
+                    plgpu.barrier_wait(empty.at[slot])
+                plgpu.copy_gmem_to_smem(source.at[at], target.at[slot], full.at[slot])
+
+        first_fill = jnp.minimum(steps, stages)
+        lax.fori_loop(0, first_fill, lambda n, _: fetch(n, refill=False), None)
+        lax.fori_loop(first_fill, steps, lambda n, _: fetch(n, refill=True), None)
+
+
+def _nth_block(spans: Spans, n, num_clean):
+    """The order of the sweep: first the blocks that need no mask."""
+    clean, masked = spans.block(n, clean=True), spans.block(n - num_clean, clean=False)
+    return jnp.where(n < num_clean, clean, masked)
+
+
+def _softmax(plan: Plan, spans, first, sink, wg, q_smem, k_smem, v_smem, ready, consumed, turn, num_clean, steps):
+    """(sum of weights times values, maximum, sum of weights, own weight) of one warpgroup's rows, unnormalised, in base 2."""
+    call, stages, dtype = plan.call, k_smem.shape[0], k_smem.dtype
+    # The maximum of the scores times their factor is the maximum only if the factor is positive.
+    sign = 1.0 if call.scale >= 0 else -1.0
+    factor = abs(call.scale) * LOG2E if call.softcap is None else LOG2E
+
+    def take_turn():
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(turn)
+
+    def step(n, carry, masked):
+        acc, m, total, own_weight = carry
+        slot = lax.rem(n, jnp.int32(stages))
+
+        plgpu.barrier_wait(ready[0].at[slot])
+        s = _product(q_smem, k_smem.at[slot], meanwhile=take_turn)
+        plgpu.barrier_arrive(consumed[0].at[slot])
+        if call.softcap is not None:
+            s = call.softcap * jnp.tanh(s * (call.scale / call.softcap))
+        elif sign < 0:
+            s = -s
+        if masked:
+            row = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 0, layout=plgpu.Layout.WGMMA) + (first + plan.offset)
+            column = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=plgpu.Layout.WGMMA)
+            column += _nth_block(spans, n, num_clean) * KEYS
+            seen = column < plan.S
+            if plan.ahead is not None:
+                seen &= column <= row + plan.ahead
+            if plan.back is not None:
+                seen &= column >= row - plan.back
+            s = jnp.where(seen, s, -jnp.inf)
+        m_new = jnp.maximum(m, jnp.max(s, axis=1) * factor)
+        p = jnp.exp2(s * factor - _along_rows(m_new, s.shape))
+        shrink = jnp.exp2(m - m_new)
+        total = total * shrink + jnp.sum(p, axis=1)
+        acc *= _along_rows(shrink, acc.shape)
+        if call.drop_diagonal:
+            own_weight *= shrink
+            if masked:
+                own = row == column
+                own_weight += jnp.sum(jnp.where(own, p, 0.0), axis=1)
+                p = jnp.where(own, 0.0, p)
+        p = p.astype(dtype)
+        acc, m_new, total, own_weight, p = lax.optimization_barrier((acc, m_new, total, own_weight, p))
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(ready[1].at[slot])
+        plgpu.barrier_wait(turn)
+        acc = _add_product(acc, p, v_smem.at[slot])
+        plgpu.barrier_arrive(consumed[1].at[slot])
+        return acc, m_new, total, own_weight
+
+    row_layout = plgpu.Layout.WGMMA.reduce(1)
+    m = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), row_layout)
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout)
+    total = zeros
+    if sink is not None:
+        m = jnp.maximum(m, sink)
+        total = jnp.exp2(sink - m)
+    acc = plgpu.layout_cast(jnp.zeros((ROWS, plan.E), jnp.float32), plgpu.Layout.WGMMA)
+    pl.when(wg == 1)(take_turn)
+    carry = lax.fori_loop(0, num_clean, functools.partial(step, masked=False), (acc, m, total, zeros))
+    carry = lax.fori_loop(num_clean, steps, functools.partial(step, masked=True), carry)
+    pl.when(wg == 0)(take_turn)
+    return carry
+
+
+def _epilogue(plan: Plan, state, has_own: bool, alpha, buffer, row_smem, outputs, rows, head):
+    """Normalises, projects and writes one warpgroup's rows. `buffer` holds the own values."""
+    z_ref, lse_ref, c_ref = outputs
+    y, m, total, own_weight = state
+    y /= _along_rows(total, y.shape)
+    row_smem[0, :] = m / LOG2E + jnp.log(total)
+    if has_own:
+        v = plgpu.layout_cast(buffer[...], plgpu.Layout.WGMMA).astype(jnp.float32)
+        b, exact = plan.call.inverse(jnp.sum(v * v, axis=1))
+        if plan.call.drop_diagonal:
+            y += _along_rows(jnp.where(exact, 0.0, own_weight / total), y.shape) * v
+        c = b * jnp.sum(y * v, axis=1)
+        row_smem[1, :] = c
+        y -= _along_rows(c if alpha is None else alpha * c, y.shape) * v
+    buffer[...] = y.astype(buffer.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer, z_ref.at[*rows, head])
+    plgpu.copy_smem_to_gmem(row_smem.at[0], lse_ref.at[rows[0], head, rows[1]])
+    if has_own:
+        plgpu.copy_smem_to_gmem(row_smem.at[1], c_ref.at[rows[0], head, rows[1]])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _product(q_smem, k_smem, meanwhile):
+    """q k^T by the tensor cores, which run while `meanwhile` does."""
+
+    def multiply(acc_ref):
+        plgpu.wgmma(acc_ref, q_smem, k_smem.transpose((1, 0)))
+        meanwhile()
+        return acc_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
+
+
+def _add_product(acc, p, v_smem):
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem))(plgpu.ACC.init(acc))
+
+
+def _along_rows(x, shape):
+    return lax.broadcast_in_dim(x, shape, [0])

@@ -1,0 +1,92 @@
+"""The Hopper kernels in jax's simulator of the chip, with its race detector on: everything but the tensor cores, which it lacks.
+
+The two matrix products are replaced by jnp.dot. Masks, the order of the blocks, the softmax, the projection, barriers and copies
+are the kernel's own.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import MaskSpec, Projection, fused
+from kernels.gpu import hopper
+from tests.kernels.cases import Variant, arrays, expected, rounded
+
+simulated = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the simulator of jax before 0.12 cannot run these kernels")
+
+
+@pytest.fixture
+def products(monkeypatch):
+    def product(q_smem, k_smem, meanwhile):
+        s = jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
+        meanwhile()
+        return s
+
+    def add_product(acc, p, v_smem):
+        return acc + jnp.dot(p, v_smem[...], preferred_element_type=jnp.float32)
+
+    monkeypatch.setattr(hopper, "_product", product)
+    monkeypatch.setattr(hopper, "_add_product", add_product)
+
+
+def attend(x, variant):
+    xsa = variant.rule and Projection(
+        jnp.asarray(variant.alpha) if np.ndim(variant.alpha) else variant.alpha, variant.rule, variant.eps
+    )
+    sinks = None if variant.sinks is None else jnp.asarray(variant.sinks, jnp.float32)
+    scale = x["q"].shape[-1] ** -0.5 if variant.scale is None else variant.scale
+    v_self = x["v"] if variant.v_self is None else jnp.asarray(variant.v_self, x["v"].dtype)
+    return lambda q, k, v: fused.attention(
+        hopper.backend(interpret=True),
+        q,
+        k,
+        v,
+        v if variant.v_self is None else v_self,
+        variant.mask,
+        xsa,
+        sinks,
+        variant.softcap,
+        scale,
+    )
+
+
+FEATURES = {
+    "causal": lambda x: Variant(rule="clamp"),
+    "full": lambda x: Variant(MaskSpec(causal=False), "clamp"),
+    "plain": lambda x: Variant(scale=-0.1),
+    "window": lambda x: Variant(MaskSpec(window=70), "exact", sinks=x["sinks"], softcap=2.0),
+    "band": lambda x: Variant(MaskSpec(causal=False, window=40), "add", eps=1e-2, alpha=x["alpha"].astype(np.float32)),
+}
+
+
+@simulated
+@pytest.mark.parametrize("features", FEATURES)
+def test_equals_oracle(features, products):
+    x = arrays(B=1, T=256, H=2, K=1, E=64)
+    x["v"][0, 3, 0] *= 1e-8  # a row that a zero rule catches
+    x["v"][0, 140] = 0
+    x, narrow = rounded(x, jnp.bfloat16)
+    case = FEATURES[features](x)
+    z = attend(narrow, case)(*(narrow[name] for name in "qkv"))
+    want = expected(x, case)["z"]
+    assert np.linalg.norm(np.asarray(z, np.float64) - want) <= 0.003 * np.linalg.norm(want)
+    worst = np.linalg.norm(np.asarray(z, np.float64) - want, axis=-1).max()
+    assert worst <= 0.02, worst
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"T": 100}, "100 queries"),
+        ({"E": 80}, "head_dim=80"),
+        ({"dtype": jnp.float32}, "dtype=float32"),
+        ({"ids": True}, "segment_ids"),
+    ],
+)
+def test_refuses_what_it_cannot(change, named):
+    dtype, ids, E = change.get("dtype", jnp.bfloat16), change.get("ids"), change.get("E", 64)
+    q = jax.ShapeDtypeStruct((1, change.get("T", 128), 2, E), dtype)
+    mask = MaskSpec(segment_ids=jnp.zeros((1, 128), jnp.int32) if ids else None)
+    with pytest.raises(ValueError, match=named):
+        jax.eval_shape(lambda q: fused.attention(hopper.backend(), q, q, q, q, mask, Projection(), None, None, 1.0), q)
