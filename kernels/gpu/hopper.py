@@ -1,4 +1,4 @@
-"""Fused attention for Hopper chips through Pallas Mosaic GPU: FlashAttention-3's forward pass (arXiv 2407.08608) with XSA behind it.
+"""Fused attention for Hopper chips through Pallas Mosaic GPU: the forward pass of FlashAttention-3 (arXiv 2407.08608), then XSA.
 
 Two warpgroups compute 64 query rows each, a third keeps the tensor memory accelerator busy with keys and values. The two take turns
 on the tensor cores: while one multiplies, the other does its softmax. When a warpgroup has no key block left, its Q buffer is dead
@@ -9,6 +9,7 @@ No interpreter multiplies as these tensor cores do, so the values wait for a dev
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,11 @@ LOWEST = -1e30
 def backend(interpret: bool = False) -> fused.Backend:
     """What `fused.attention` runs. `interpret` simulates the chip on the CPU; only jax from 0.12 on can."""
     return fused.Backend(functools.partial(_forward, interpret=interpret), triton.backend(interpret=interpret).backward_main)
+
+
+def attention(*call):
+    """`kernels.attention`'s "hopper"."""
+    return fused.attention(backend(), *call)
 
 
 def refused(dtype: str, head_dim: int, T: int, segments: bool) -> str:
@@ -56,8 +62,8 @@ def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha
     inputs += [own_BTKE] if has_own else []
     inputs += [x.astype(jnp.float32) for x in (sinks_H, alpha_H) if x is not None]
 
-    def entry(q_ref, k_ref, v_ref, *refs):
-        refs = list(refs)
+    def entry(q_ref, k_ref, v_ref, *others):
+        refs = list(others)
         own_ref = refs.pop(0) if has_own else None
         sinks_ref = refs.pop(0) if has_sinks else None
         alpha_ref = refs.pop(0) if has_alpha else None
@@ -78,6 +84,7 @@ def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha
             collective_axes="wg",
         )
 
+    simulator: Any = getattr(plgpu, "InterpretGPUParams", None)  # since jax 0.12
     out = plgpu.kernel(
         entry,
         out_type=[jax.ShapeDtypeStruct(q_BTHE.shape, q_BTHE.dtype), row, *([row] if has_own else [])],
@@ -86,7 +93,7 @@ def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha
         num_threads=COMPUTE + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        interpret=simulator(detect_races=True) if interpret else None,
     )(*inputs)
     return out[0], out[1], out[2] if has_own else None
 
@@ -98,7 +105,7 @@ def _kernel(plan: Plan, inputs, outputs, q_smem, k_smem, v_smem, row_smem, q_rea
     block = plan.T // plan.block_t - 1 - lax.axis_index("block")
     kv_head = lax.div(head, jnp.int32(q_ref.shape[2] // k_ref.shape[2]))
     spans = key_spans(plan, block, None)
-    steps, num_clean = spans.stop - spans.start, spans.count(clean=True)
+    steps, num_clean = spans.stop - spans.start, spans.number(clean=True)
 
     @pl.when(wg < COMPUTE)
     def _():

@@ -47,7 +47,7 @@ class Spans(NamedTuple):
     masked: jax.Array
     stop: jax.Array
 
-    def count(self, clean: bool) -> jax.Array:
+    def number(self, clean: bool) -> jax.Array:
         """How many blocks need no mask (or do)."""
         num_clean = (self.own - self.clean) + (self.masked - self.after_own)
         return num_clean if clean else (self.stop - self.start) - num_clean

@@ -55,6 +55,11 @@ def backend(tiles: Tiles | None = None, interpret: bool = False) -> fused.Backen
     return fused.Backend(functools.partial(_forward, **settings), functools.partial(_backward, **settings))
 
 
+def attention(*call):
+    """`kernels.attention`'s "triton". Where there is no accelerator the kernels are interpreted: right, and slow."""
+    return fused.attention(backend(interpret=jax.default_backend() == "cpu"), *call)
+
+
 def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H, *, tiles, interpret):
     B, T, H, E = q_BTHE.shape
     tile = (tiles or default_tiles(E, q_BTHE.dtype.itemsize)).forward

@@ -30,8 +30,8 @@ def query_block() -> jax.Array:
 def _sweep(plan: Plan, spans: Spans, step, carry):
     """carry = step(block number, masked?, carry) over all blocks of the spans."""
     if not plan.segments:
-        carry = lax.fori_loop(0, spans.count(clean=True), lambda n, c: step(spans.block(n, clean=True), False, c), carry)
-    return lax.fori_loop(0, spans.count(clean=False), lambda n, c: step(spans.block(n, clean=False), True, c), carry)
+        carry = lax.fori_loop(0, spans.number(clean=True), lambda n, c: step(spans.block(n, clean=True), False, c), carry)
+    return lax.fori_loop(0, spans.number(clean=False), lambda n, c: step(spans.block(n, clean=False), True, c), carry)
 
 
 def forward_kernel(
