@@ -8,8 +8,29 @@ import jax.numpy as jnp
 from kernels import compose, reference
 from kernels.spec import CAUSAL, MaskSpec, Projection
 
-Impl = Literal["auto", "reference", "xla", "cudnn"]
-IMPLEMENTATIONS = {"reference": reference.attention, "xla": compose.xla, "cudnn": compose.cudnn}
+Impl = Literal["auto", "reference", "xla", "cudnn", "triton", "hopper"]
+
+
+# Imported when asked for: loading the GPU compilers takes a moment, and jax has announced the end of one of them.
+def _triton(*call):
+    from kernels.gpu import triton
+
+    return triton.attention(*call)
+
+
+def _hopper(*call):
+    from kernels.gpu import hopper
+
+    return hopper.attention(*call)
+
+
+IMPLEMENTATIONS = {
+    "reference": reference.attention,
+    "xla": compose.xla,
+    "cudnn": compose.cudnn,
+    "triton": _triton,
+    "hopper": _hopper,
+}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -101,6 +122,7 @@ def check(
     if impl == "auto":
         # The only one that is fast, honours every feature and had its values checked. cuDNN joins once a device has checked it.
         return "xla"
+    refused = {}
     if impl == "cudnn":
         refused = {
             f"dtype={dtype}": dtype not in ("bfloat16", "float16"),
@@ -111,8 +133,16 @@ def check(
             "softcap": softcap is not None,
             "mask.causal with fewer queries than keys": tail and causal,
         }
-        named = ", ".join(feature for feature, found in refused.items() if found)
-        _need(not named, "impl", f"'cudnn', which cannot honour {named}", "'xla', which can")
+    if impl == "triton":
+        refused = {"dtype=float64": dtype == "float64", f"head_dim={head_dim} (only up to 256)": head_dim > 256}
+    if impl == "hopper":
+        refused = {
+            f"dtype={dtype}": dtype not in ("bfloat16", "float16"),
+            f"head_dim={head_dim} (only 64 and 128)": head_dim not in (64, 128),
+            "mask.segment_ids": segments,
+        }
+    named = ", ".join(feature for feature, found in refused.items() if found)
+    _need(not named, "impl", f"{impl!r}, which cannot honour {named}", "'xla', which can")
     return impl
 
 
