@@ -64,11 +64,10 @@ def forward(
         return carry, None
 
     (acc_NBKGtE, m_NBKGt, l_NBKGt), _ = lax.scan(step, (jnp.zeros(q_NBKGtE.shape, wide), m_NBKGt, l_NBKGt), grid.pairs)
-    # Only rows that pad the last block can see nothing at all; an infinite log-sum-exp keeps their weights 0 in the backward pass.
-    some = l_NBKGt > 0
-    l_safe = jnp.where(some, l_NBKGt, 1)
-    y_NBKGtE = acc_NBKGtE / l_safe[..., None]
-    lse_NBKGt = jnp.where(some, m_NBKGt + jnp.log(l_safe), jnp.inf)
+    # Only rows that fill up the last block can see nothing; they are cut off, but a NaN in them would stop a user who hunts NaNs.
+    l_NBKGt = jnp.where(l_NBKGt > 0, l_NBKGt, 1)
+    y_NBKGtE = acc_NBKGtE / l_NBKGt[..., None]
+    lse_NBKGt = m_NBKGt + jnp.log(l_NBKGt)
     return grid.rows(y_NBKGtE), grid.rows(lse_NBKGt[..., None])[..., 0]
 
 
@@ -93,7 +92,7 @@ def backward(
     """
     grid = _Grid(q_BTKGE, k_BSKE, mask, skip_BTK, softcap, scale, block)
     q_NBKGtE, k_MBKsE, v_MBKsE, dy_NBKGtE = grid.queries(q_BTKGE), grid.keys(k_BSKE), grid.keys(v_BSKE), grid.queries(dy_BTKGE)
-    lse_NBKGt1 = grid.queries(lse_BTKG[..., None], pad=jnp.inf)
+    lse_NBKGt1 = grid.queries(lse_BTKG[..., None])
     delta_NBKGt1 = grid.queries(delta_BTKG[..., None])
     wide, narrow = lse_BTKG.dtype, q_BTKGE.dtype
 
@@ -146,8 +145,8 @@ class _Grid:
             self.k_ids_MBs = _cut(mask.segment_ids, self.s)
         self.skip_NBtK = None if skip_BTK is None else _cut(skip_BTK, self.t)
 
-    def queries(self, x_BTKGE: jax.Array, pad: float = 0) -> jax.Array:
-        return _cut(x_BTKGE, self.t, pad).transpose(0, 1, 3, 4, 2, 5)
+    def queries(self, x_BTKGE: jax.Array) -> jax.Array:
+        return _cut(x_BTKGE, self.t).transpose(0, 1, 3, 4, 2, 5)
 
     def keys(self, x_BSKE: jax.Array) -> jax.Array:
         return _cut(x_BSKE, self.s).transpose(0, 1, 3, 2, 4)
@@ -184,11 +183,11 @@ class _Grid:
         return jnp.where((skip_BKt1 & (q_positions[:, None] == k_positions))[:, :, None], 0, x_BKGts)
 
 
-def _cut(x_BT: jax.Array, size: int, pad: float = 0) -> jax.Array:
-    """[B, T, ...] -> [N, B, size, ...], the last block filled up with `pad`."""
+def _cut(x_BT: jax.Array, size: int) -> jax.Array:
+    """[B, T, ...] -> [N, B, size, ...], the last block filled up with zeros: rows whose dy and delta are 0 add nothing."""
     B, T, *rest = x_BT.shape
     N = -(-T // size)
-    x_BT = jnp.pad(x_BT, [(0, 0), (0, N * size - T), *[(0, 0)] * len(rest)], constant_values=pad)
+    x_BT = jnp.pad(x_BT, [(0, 0), (0, N * size - T), *[(0, 0)] * len(rest)])
     return jnp.moveaxis(x_BT.reshape(B, N, size, *rest), 1, 0)
 
 

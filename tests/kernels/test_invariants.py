@@ -33,6 +33,10 @@ def test_first_token_of_a_document_is_zero(x, impl):
     z = np.asarray(attention(x["q"], x["k"], x["v"], mask=MaskSpec(segment_ids=ids), xsa=XSA, impl=impl))
     assert np.abs(z[first]).max() <= (0 if impl == "xla" else 1e-6)
     assert np.abs(z[~first]).max() > 0.1
+    got = run(
+        {**x, **{name: jnp.asarray(x[name], jnp.bfloat16) for name in "qkv"}}, impl, Variant(MaskSpec(segment_ids=ids), "clamp")
+    )
+    assert impl == "reference" or not got["dq"][first].any()
     alone = attention(x["q"][:, :1], x["k"][:, :1], x["v"][:, :1], xsa=XSA, impl=impl)
     assert np.abs(alone).max() <= (0 if impl == "xla" else 1e-6)
 

@@ -13,11 +13,11 @@ from tests.kernels import oracle
 from tests.kernels.cases import Variant, arrays, assert_close, errors, expected, rounded, run
 
 XSA = Variant(rule="clamp")
-RULES = {"sa": 1.0, "clamp": 1e-12, "clamped": 30.0, "add": 1e-2, "exact": 1e-12}
+RULES = {"sa": 1.0, "clamp": 1e-12, "clamped": 5.0, "add": 1e-2, "exact": 1e-12}
 
 
 def variant(x, causal, window, segments, sinks, softcap, rule, per_head, own):
-    """One combination. "clamped" is "clamp" with an eps that most |v|^2 are below."""
+    """One combination. "clamped" is "clamp" with an eps that about half of all |v|^2 are below."""
     return Variant(
         mask=MaskSpec(causal, window, x["segment_ids"] if segments else None),
         sinks=x["sinks"] if sinks else None,
@@ -58,7 +58,7 @@ PAIRWISE = [
     (False, 1, True, True, False, "clamped", True, False),
     (False, 5, True, False, False, "sa", False, True),
     (False, 5, False, True, True, "exact", False, False),
-    (False, 5, False, False, False, "clamped", False, True),
+    (False, 5, False, False, False, "clamped", False, False),
     (False, 100, True, True, True, "clamp", True, False),
 ]
 
@@ -129,7 +129,7 @@ def test_tail_of_the_queries_is_the_end_of_the_whole(monkeypatch):
     mask = MaskSpec(window=6, segment_ids=x["segment_ids"])
     for impl in ("reference", "xla"):
         whole = kernels.attention(x["q"], x["k"], x["v"], mask=mask, xsa=kernels.Projection(), impl=impl)
-        for t in (1, 9):
+        for t in (1, 22):
             tail = kernels.attention(
                 x["q"][:, -t:], x["k"], x["v"], v_self_BTKE=x["v"][:, -t:], mask=mask, xsa=kernels.Projection(), impl=impl
             )
