@@ -66,11 +66,11 @@ class Compiled(NamedTuple):
     config: Config
     projecting: set[int]
     params: Params
-    run: Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]  # (tokens, segment ids) -> logits, v, z
+    run: Callable[..., tuple[np.ndarray, dict[str, np.ndarray]]]  # (tokens, segment ids) -> logits; q, v, z of every layer
 
 
-def _values_and_output(_q, _k, v_BTKE, z_BTHE, **_):
-    return {"v": v_BTKE, "z": z_BTHE}
+def _seen(q_BTHE, _k, v_BTKE, z_BTHE, **_):
+    return {"q": q_BTHE, "v": v_BTKE, "z": z_BTHE}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.fast] * (name in FAST)) for name in VARIANTS])
@@ -83,11 +83,11 @@ def variant(request) -> Compiled:
     @jax.jit
     def program(params, tokens_BT, segments_BT):
         transformer = model.bind(params)
-        hidden_BTD, stats = transformer(tokens_BT, segments_BT, probe=_values_and_output)
-        return transformer.logits(hidden_BTD), stats["v"], stats["z"]
+        hidden_BTD, stats = transformer(tokens_BT, segments_BT, probe=_seen)
+        return transformer.logits(hidden_BTD), stats
 
     def run(tokens_BT, segments_BT):
-        return tuple(np.asarray(x, np.float32) for x in program(params, tokens_BT, segments_BT))
+        return jax.tree.map(lambda x: np.asarray(x, np.float32), program(params, tokens_BT, segments_BT))
 
     return Compiled(request.param, config, projecting, params, run)
 
@@ -103,11 +103,11 @@ def _same(variant: Compiled, actual, expected) -> None:
 
 def test_equals_the_oracle(variant):
     tokens_BT, segments_BT = _three_documents(variant.config)
-    logits_BTV, v_LBTKE, z_LBTHE = variant.run(tokens_BT, segments_BT)
+    logits_BTV, seen = variant.run(tokens_BT, segments_BT)
     expected = oracle.forward(variant.config, variant.projecting, variant.params, tokens_BT, segments_BT)
     _same(variant, logits_BTV, expected.logits_BTV)
-    _same(variant, v_LBTKE, expected.v_LBTKE)
-    _same(variant, z_LBTHE, expected.z_LBTHE)
+    _same(variant, seen["v"], expected.v_LBTKE)
+    _same(variant, seen["z"], expected.z_LBTHE)
 
 
 def test_later_tokens_never_change_earlier_logits(variant):
@@ -118,7 +118,7 @@ def test_later_tokens_never_change_earlier_logits(variant):
     first_T = np.random.default_rng(1).integers(0, V, T, dtype=np.int32)
     tokens_BT = np.stack([np.where(np.arange(T) < cut, first_T, (first_T + 7) % V) for cut in cuts])
     for ids_T in (np.zeros(T, np.int32), segments_BT[0]):
-        logits_BTV, _, _ = variant.run(tokens_BT, np.tile(ids_T, (len(cuts), 1)))
+        logits_BTV, _ = variant.run(tokens_BT, np.tile(ids_T, (len(cuts), 1)))
         for row, cut in enumerate(cuts[1:], 1):
             np.testing.assert_array_equal(logits_BTV[row, :cut], logits_BTV[0, :cut])
             assert np.abs(logits_BTV[row, cut] - logits_BTV[0, cut]).max() > 0.01  # the change was one that shows
@@ -134,8 +134,9 @@ def test_packed_documents_do_not_see_each_other(variant):
     segments_BT = np.full((8, T), 5, np.int32)
     tokens_BT[:3, a:], segments_BT[:2, a:] = document_b, 6
     tokens_BT[3, :b], segments_BT[3, b:] = document_b, 9
-    logits_BTV, _, _ = variant.run(tokens_BT, segments_BT)
+    logits_BTV, seen = variant.run(tokens_BT, segments_BT)
     np.testing.assert_array_equal(logits_BTV[0, a:], logits_BTV[1, a:])
+    _same(variant, seen["q"][0, 0, a:], seen["q"][0, 3, :b])  # turned by the same positions: they restart with the document
     _same(variant, logits_BTV[0, a:], logits_BTV[3, :b])  # its sums run over the same numbers in another order
     if variant.config.attention.window != 1:
         assert np.abs(logits_BTV[0, a:] - logits_BTV[2, a:]).max() > 0.01  # without a border between them it shows
@@ -145,7 +146,8 @@ def test_what_projection_leaves(variant):
     """Full strength: nothing along the token's own value, so nothing at all where a token has only itself to attend to."""
     attention = variant.config.attention
     tokens_BT, segments_BT = _three_documents(variant.config)
-    _, v_LBTKE, z_LBTHE = variant.run(tokens_BT, segments_BT)
+    _, seen = variant.run(tokens_BT, segments_BT)
+    v_LBTKE, z_LBTHE = seen["v"], seen["z"]
     own_LBTHE = np.repeat(v_LBTKE, attention.num_heads // attention.num_kv_heads, axis=3)
     along_LBTH = np.abs(np.sum(own_LBTHE * z_LBTHE, -1)) / np.linalg.norm(own_LBTHE, axis=-1)
     starts_BT = np.diff(segments_BT, axis=1, prepend=0) != 0
