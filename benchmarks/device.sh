@@ -1,0 +1,37 @@
+#!/bin/sh
+# Everything worth knowing from one GPU within 8 minutes: do the kernels compute the right values there, how fast are they, and what
+# does that do to a training step. Needs jax; with flax and optax also the training step. Neither grain nor ml_collections is needed.
+#
+#   sh benchmarks/device.sh [folder for the JSON files, default benchmarks/results]
+#
+# PYTHON names another interpreter.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+python="${PYTHON:-python3}"
+out="${1:-benchmarks/results}"
+mkdir -p "$out"
+status=0
+
+"$python" - <<'END' || exit 1
+import importlib, jax
+print("jax", jax.__version__, jax.devices())
+for name in ("kernels", "xsa_jax.config", "xsa_jax.mesh", "xsa_jax.model.transformer", "xsa_jax.train.step", "xsa_jax.train.optim"):
+    try:
+        importlib.import_module(name)
+        print("imports", name)
+    except ImportError as error:
+        print("CANNOT IMPORT", name, error)
+        if name == "kernels":
+            raise
+END
+
+# Values and the lengths that decide first: should time run out, what is missing is the least interesting.
+timeout 290 "$python" benchmarks/kernels.py --lengths 2048,512,8192,4096,1024,16384 --repetitions 7 --seconds 200 \
+    --out "$out/gpu_kernels.json" || status=1
+
+if "$python" -c "import flax, optax" 2>/dev/null; then
+    timeout 170 "$python" benchmarks/train_step.py --steps 6 --seconds 80 --out "$out/gpu_train_step.json" || status=1
+else
+    echo "no training step: flax or optax is not here"
+fi
+exit $status
