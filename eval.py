@@ -7,7 +7,7 @@ runs/x/eval/<step>.json, and a picture of the similarity beside it.
 import pathlib
 import sys
 
-from absl import app, flags, logging
+from absl import app, flags
 
 from xsa_jax.config import UserError
 
@@ -24,7 +24,6 @@ TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Of the samples; 0 takes th
 TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest tokens; 0 = among all.", lower_bound=0)
 SEED = flags.DEFINE_integer("seed", 0, "Of the samples.", lower_bound=0)
 OUTPUT = flags.DEFINE_string("output", None, "The JSON file, in place of RUN/eval/<step>.json.")
-flags.FLAGS.verbosity = logging.ERROR  # the libraries log every file they read; --verbosity=0 shows it
 
 
 def main(argv: list[str]) -> None:
@@ -64,7 +63,7 @@ def evaluate() -> None:
 def parse_flags(argv: list[str]) -> list[str]:
     """Absl's parser, with one line in place of its paragraph."""
     try:
-        return flags.FLAGS(argv)
+        return flags.FLAGS([argv[0], "--verbosity=-2", *argv[1:]])  # the libraries log every file they read
     except flags.Error as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
 

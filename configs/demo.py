@@ -1,7 +1,9 @@
 """What does XSA change? A pair small enough for two CPU cores and a few minutes; `make demo` trains and compares it.
 
 Command: make demo, which runs train.py with this file twice, with --config.attention.kind=sa and xsa
-Result: not yet measured.
+Result: after 400 steps (410K bytes of text) SA 1.814 and XSA 1.823 nats per byte on 90K held-out bytes, one seed on a shared
+machine: a difference that says nothing. What is plain to see is inside: cos(y, v) 0.21 in SA, 0.69 before and 0 after the
+projection in XSA, whose tokens put 0.42 of their weight on themselves where SA's put 0.11.
 """
 
 from ml_collections import ConfigDict
@@ -13,9 +15,9 @@ def get_config() -> ConfigDict:
     config = base.get_config()
     config.model.update(vocab_size=260, num_layers=4, d_model=128, d_ff=512, dtype="float32")
     config.attention.update(num_heads=4, num_kv_heads=4, head_dim=32)
-    config.data.update(path="runs/demo/tokens", seq_len=256, batch_size=8)
-    config.optim.update(peak_lr=4e-3, warmup_steps=30)
-    config.train.update(num_steps=250, log_every=5, loss_chunk=256)
-    config.eval.update(every=50, tokens=65_536)
-    config.checkpoint.update(every=250, keep_last=1)
+    config.data.update(path="runs/demo/tokens", seq_len=256, batch_size=4)
+    config.optim.update(peak_lr=4e-3, warmup_steps=40)
+    config.train.update(num_steps=400, log_every=5, loss_chunk=256)
+    config.eval.update(every=80, tokens=32_768)
+    config.checkpoint.update(every=200, keep_last=1)
     return config

@@ -74,6 +74,7 @@ def compare(paths: Sequence[pathlib.Path], output: pathlib.Path, allow: Sequence
 
     Raises:
       UserError: a run that is not one or is not evaluated; runs that differ in more than they may, naming the fields.
+      OSError: `output` cannot be written.
     """
     if len(paths) < 2:
         raise UserError(f"found {len(paths)} run; expected two or more to compare")
@@ -87,16 +88,22 @@ def compare(paths: Sequence[pathlib.Path], output: pathlib.Path, allow: Sequence
     rows = table(runs, evaluations)
     markdown = _markdown(names, rows, step, runs)
 
+    named = dict(zip(names, runs, strict=True))
+    evaluated = dict(zip(names, evaluations, strict=True))
+    result = {
+        "step": step,
+        "caution": CAUTION,
+        "runs": {name: {"path": run.name, "devices": run.devices} for name, run in named.items()},
+        "rows": [_row_json(row, names) for row in rows],
+    }
     output.mkdir(parents=True, exist_ok=True)
     scratch = output / "table.md.tmp"
     scratch.write_text(markdown)
     scratch.replace(output / "table.md")
-    write_json(output / "table.json", {"step": step, "caution": CAUTION, "runs": dict(zip(names, map(_named, runs), strict=True)),
-                                       "rows": [_row_json(row, names) for row in rows]})  # fmt: skip
-    plots.loss_curves({name: run.records for name, run in zip(names, runs, strict=True)}, output / "loss.png")
-    trained = {name: evaluation["losses"][0]["buckets"] for name, evaluation in zip(names, evaluations, strict=True)}
-    plots.buckets(trained, output / "position.png")
-    plots.similarity({name: e["similarity"] for name, e in zip(names, evaluations, strict=True)}, output / "similarity.png")
+    write_json(output / "table.json", result)
+    plots.loss_curves({name: run.records for name, run in named.items()}, output / "loss.png")
+    plots.buckets({name: e["losses"][0]["buckets"] for name, e in evaluated.items()}, output / "position.png")
+    plots.similarity({name: e["similarity"] for name, e in evaluated.items()}, output / "similarity.png")
     return markdown
 
 
@@ -189,10 +196,6 @@ def _short_names(runs: Sequence[Run]) -> list[str]:
     return kinds if len(set(kinds)) == len(runs) else [run.name for run in runs]
 
 
-def _named(run: Run) -> dict[str, str]:
-    return {"path": run.name, "devices": run.devices}
-
-
 def _row_json(row: Row, names: Sequence[str]) -> dict[str, Any]:
     values = {name: None if math.isnan(value) else value for name, value in zip(names, row.values, strict=True)}
     changes = dict(zip(names[1:], row.changes(), strict=True)) if row.compared else {}
@@ -242,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         markdown = compare(args.runs, args.output, args.allow)
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
     print(f"{markdown}\nwritten: {args.output}/table.md, table.json, loss.png, position.png, similarity.png")

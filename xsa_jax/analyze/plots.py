@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _STYLE: Any = {
-    "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
     "grid.alpha": 0.25, "legend.frameon": False, "lines.linewidth": 1.6, "lines.markersize": 4,
 }  # fmt: skip
 
@@ -34,6 +34,7 @@ def loss_curves(runs: Mapping[str, Records], path: pathlib.Path) -> None:
         validation = np.concatenate([_curve(records, "validation")[1] for records in runs.values()])
         low, high = validation.min(), validation.max()
         left.set_ylim(low - 0.25 * (high - low) - 0.02, high + 0.6 * (high - low) + 0.02)
+        left.set_xlim(left=0)
         left.legend()
 
         first, *others = runs
@@ -49,6 +50,7 @@ def loss_curves(runs: Mapping[str, Records], path: pathlib.Path) -> None:
         right.axhline(0, color="black", linewidth=0.8)
         title = f"{first} - {others[0]}" if len(others) == 1 else f"{first} - other"
         right.set(title=f"loss difference, {title} (above 0: {first} is worse)", xlabel="step", ylabel="nats per token")
+        right.set_xlim(left=0)
         right.legend()
         _save(figure, path)
 
@@ -64,12 +66,16 @@ def buckets(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: pathlib.Path)
             differences = _losses(runs[first]) - _losses(runs[name])
             places = np.arange(len(differences)) + (index - (len(others) - 1) / 2) * width
             axes.bar(places, differences, width, color=_COLOURS[(index + 1) % 6], label=name)
-        labels = [positions(bucket) for bucket in runs[first]]
+        labels = [f"{positions(bucket)}\n{bucket['tokens']:,}" for bucket in runs[first]]
         axes.set_xticks(range(len(labels)), labels)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(axis="x", visible=False)
         title = f"validation loss by position, {first} - {others[0] if len(others) == 1 else 'other'}"
-        axes.set(title=f"{title} (above 0: {first} is worse)", xlabel="position in the context", ylabel="nats per token")
+        axes.set(
+            title=f"{title} (above 0: {first} is worse)",
+            xlabel="position in the context, and tokens counted there",
+            ylabel="nats per token",
+        )
         if len(others) > 1:
             axes.legend()
         _save(figure, path)
@@ -83,10 +89,11 @@ def similarity(runs: Mapping[str, Mapping[str, Any]], path: pathlib.Path) -> Non
         panels = figure.subplots(2, 2)
         _panel(panels[0, 0], runs, "cos(v_i, v_j), pairs of tokens", "value_cosine")
         _panel(panels[0, 1], runs, "a_ii, weight on oneself", "self_weight")
-        _panel(panels[1, 0], runs, "cos(y_i, v_i)", "cosine", "cosine_xsa")
-        _panel(panels[1, 1], runs, "the same, y and v centred", "centred_cosine", "centred_cosine_xsa")
+        _panel(panels[1, 0], runs, "cos(y_i, v_i); dashed: cos(z_i, v_i), after XSA", "cosine", "cosine_xsa")
+        _panel(panels[1, 1], runs, "the same, centred", "centred_cosine", "centred_cosine_xsa")
         for axes in panels[1]:
             axes.set_xlabel("layer")
+        figure.legend(*panels[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
         _save(figure, path)
 
 
@@ -99,9 +106,9 @@ def positions(bucket: Mapping[str, Any]) -> str:
 def _panel(axes, runs: Mapping[str, Mapping[str, Any]], title: str, before: str, after: str | None = None) -> None:
     for index, (name, statistics) in enumerate(runs.items()):
         colour, marker = _COLOURS[index % 6], _MARKERS[index % 6]
-        lines = [(before, "-", name if after is None else f"{name}, before")]
-        if after is not None:
-            lines.append((after, "--", f"{name}, after"))
+        lines = [(before, "-", name)]
+        if after is not None and np.max(np.array(statistics["removed"], dtype=float)) > 1e-3:
+            lines.append((after, "--", f"{name}, after"))  # without XSA it would be the same line again
         for statistic, style, label in lines:
             values_LH = np.array(statistics[statistic], dtype=float)
             layer = np.arange(len(values_LH))
@@ -110,7 +117,6 @@ def _panel(axes, runs: Mapping[str, Mapping[str, Any]], title: str, before: str,
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_title(title)
-    axes.legend(fontsize=8)
 
 
 def _losses(of_positions: Sequence[Mapping[str, Any]]) -> np.ndarray:
