@@ -103,6 +103,13 @@ def test_several_runs_go_by_folder_and_latest_common_step(tmp_path):
     assert rows_of(tmp_path / "report")["step time, ms (median, ratio)"]["changes"] == {}, "other devices: no ratio"
 
 
+def test_runs_that_never_logged_at_the_same_step(pair, tmp_path):
+    (pair[0] / "metrics.jsonl").write_text(json.dumps({"step": 7, "split": "train", "loss": 1.0}) + "\n")
+    (pair[1] / "metrics.jsonl").write_text("")
+    compare.compare(pair, tmp_path / "report")
+    assert rows_of(tmp_path / "report")["step time, ms (median, ratio)"]["values"] == {"SA": None, "XSA": None}
+
+
 def test_what_cannot_be_compared(pair, tmp_path):
     def refused(paths, match):
         with pytest.raises(UserError, match=match):

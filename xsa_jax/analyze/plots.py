@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _STYLE: Any = {
-    "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.alpha": 0.25, "legend.frameon": False, "lines.linewidth": 1.6, "lines.markersize": 4,
 }  # fmt: skip
 
@@ -32,8 +33,9 @@ def loss_curves(runs: Mapping[str, Records], path: pathlib.Path) -> None:
             left.plot(*_curve(records, "validation"), color=_COLOURS[index % 6], marker=_MARKERS[index % 6], label=name)
         left.set(title="loss (faint: training, marked: validation)", xlabel="step", ylabel="nats per token")
         validation = np.concatenate([_curve(records, "validation")[1] for records in runs.values()])
-        low, high = validation.min(), validation.max()
-        left.set_ylim(low - 0.25 * (high - low) - 0.02, high + 0.6 * (high - low) + 0.02)
+        if len(validation):  # from there on: the first steps' losses would flatten the rest
+            low, high = validation.min(), validation.max()
+            left.set_ylim(low - 0.25 * (high - low) - 0.02, high + 0.6 * (high - low) + 0.02)
         left.set_xlim(left=0)
         left.legend()
 
@@ -42,7 +44,8 @@ def loss_curves(runs: Mapping[str, Records], path: pathlib.Path) -> None:
             colour, marker = _COLOURS[index % 6], _MARKERS[index % 6]
             steps, difference = _difference(runs[first], runs[name], "train")
             window = max(1, len(steps) // 10)
-            smooth = np.convolve(difference, np.ones(window) / window, "valid")
+            sums = np.cumsum([0.0, *difference])
+            smooth = (sums[window:] - sums[:-window]) / window
             right.plot(steps[window - 1 :], smooth, color=colour, alpha=0.5, linewidth=1, label="training, running mean")
             steps, difference = _difference(runs[first], runs[name], "validation")
             label = "validation" if len(others) == 1 else f"validation, {name}"
