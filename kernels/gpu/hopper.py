@@ -8,7 +8,6 @@ No interpreter multiplies as these tensor cores do, so the values wait for a dev
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,13 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels import fused
+from kernels.gpu import hopper_tile as tile
 from kernels.gpu import triton
-from kernels.gpu.spans import Plan, Spans, key_spans
+from kernels.gpu.hopper_tile import COMPUTE, HEAD_DIMS, LOG2E, ROWS, along_rows
+from kernels.gpu.spans import Plan, key_spans
 
-COMPUTE = 2
-ROWS = 64
 KEYS = 128
-LOG2E = math.log2(math.e)
 LOWEST = -1e30
 
 
@@ -43,7 +41,7 @@ def refused(dtype: str, head_dim: int, T: int, segments: bool) -> str:
     """The features of a call that the kernel does not have, in words; empty when it has them all."""
     features = {
         f"dtype={dtype}": dtype not in ("bfloat16", "float16"),
-        f"head_dim={head_dim} (only 64 and 128)": head_dim not in (64, 128),
+        f"head_dim={head_dim} (only {HEAD_DIMS})": head_dim not in HEAD_DIMS,
         f"{T} queries (only multiples of {COMPUTE * ROWS})": T % (COMPUTE * ROWS) != 0,
         "mask.segment_ids": segments,
     }
@@ -55,7 +53,7 @@ def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha
     if named := refused(q_BTHE.dtype.name, E, T, segment_ids is not None):
         raise ValueError(f"impl: found 'hopper', which cannot honour {named}, expected 'triton', which can")
     plan = Plan(call, T, S, E, COMPUTE * ROWS, KEYS, segments=False)
-    stages = min(4 if E == 64 else 2, pl.cdiv(S, KEYS))
+    stages = min(4 if E == 64 else 3 if E < 128 else 2, pl.cdiv(S, KEYS))
     row = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
     has_own, has_sinks, has_alpha = own_BTKE is not None, sinks_H is not None, alpha_H is not None
     inputs = [q_BTHE, k_BSKE, v_BSKE]
@@ -69,7 +67,7 @@ def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha
         alpha_ref = refs.pop(0) if has_alpha else None
         z_ref, lse_ref = refs[:2]
         c_ref = refs[2] if has_own else None
-        tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        tiles = tile.tiling(E)
         keys = plgpu.SMEM((stages, KEYS, E), k_ref.dtype, transforms=tiles)
         pl.run_scoped(
             functools.partial(_kernel, plan, (q_ref, k_ref, v_ref, own_ref, sinks_ref, alpha_ref), (z_ref, lse_ref, c_ref)),
@@ -131,7 +129,7 @@ def _kernel(plan: Plan, inputs, outputs, q_smem, k_smem, v_smem, row_smem, q_rea
 
         def fetch(n, refill):
             slot = lax.rem(n, jnp.int32(stages))
-            at = (batch, pl.ds(_nth_block(spans, n, num_clean) * KEYS, KEYS), kv_head)
+            at = (batch, pl.ds(tile.nth_block(spans, n, num_clean) * KEYS, KEYS), kv_head)
             for source, target, full, empty in zip((k_ref, v_ref), (k_smem, v_smem), ready, consumed, strict=True):
                 if refill:
                     plgpu.barrier_wait(empty.at[slot])
@@ -142,18 +140,9 @@ def _kernel(plan: Plan, inputs, outputs, q_smem, k_smem, v_smem, row_smem, q_rea
         lax.fori_loop(first_fill, steps, lambda n, _: fetch(n, refill=True), None)
 
 
-def _nth_block(spans: Spans, n, num_clean):
-    """The order of the sweep: first the blocks that need no mask."""
-    clean, masked = spans.block(n, clean=True), spans.block(n - num_clean, clean=False)
-    return jnp.where(n < num_clean, clean, masked)
-
-
 def _softmax(plan: Plan, spans, first, sink, wg, q_smem, k_smem, v_smem, ready, consumed, turn, num_clean, steps):
     """(sum of weights times values, maximum, sum of weights, own weight) of one warpgroup's rows, unnormalised, in base 2."""
     call, stages, dtype = plan.call, k_smem.shape[0], k_smem.dtype
-    # The maximum of the scores times their factor is the maximum only if the factor is positive.
-    sign = 1.0 if call.scale >= 0 else -1.0
-    factor = abs(call.scale) * LOG2E if call.softcap is None else LOG2E
 
     def take_turn():
         plgpu.barrier_arrive(turn)
@@ -164,27 +153,17 @@ def _softmax(plan: Plan, spans, first, sink, wg, q_smem, k_smem, v_smem, ready, 
         slot = lax.rem(n, jnp.int32(stages))
 
         plgpu.barrier_wait(ready[0].at[slot])
-        s = _product(q_smem, k_smem.at[slot], meanwhile=take_turn)
+        (s,) = tile.products((q_smem, k_smem.at[slot]), meanwhile=take_turn)
         plgpu.barrier_arrive(consumed[0].at[slot])
-        if call.softcap is not None:
-            s = call.softcap * jnp.tanh(s * (call.scale / call.softcap))
-        elif sign < 0:
-            s = -s
+        s, factor = tile.scores(plan, s)
         if masked:
-            row = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 0, layout=plgpu.Layout.WGMMA) + (first + plan.offset)
-            column = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=plgpu.Layout.WGMMA)
-            column += _nth_block(spans, n, num_clean) * KEYS
-            seen = column < plan.S
-            if plan.ahead is not None:
-                seen &= column <= row + plan.ahead
-            if plan.back is not None:
-                seen &= column >= row - plan.back
-            s = jnp.where(seen, s, -jnp.inf)
+            row, column = tile.positions(first + plan.offset, tile.nth_block(spans, n, num_clean) * KEYS, s.shape)
+            s = jnp.where(tile.seen(plan, row, column), s, -jnp.inf)
         m_new = jnp.maximum(m, jnp.max(s, axis=1) * factor)
-        p = jnp.exp2(s * factor - _along_rows(m_new, s.shape))
+        p = jnp.exp2(s * factor - along_rows(m_new, s.shape))
         shrink = jnp.exp2(m - m_new)
         total = total * shrink + jnp.sum(p, axis=1)
-        acc *= _along_rows(shrink, acc.shape)
+        acc *= along_rows(shrink, acc.shape)
         if call.drop_diagonal:
             own_weight *= shrink
             if masked:
@@ -196,20 +175,18 @@ def _softmax(plan: Plan, spans, first, sink, wg, q_smem, k_smem, v_smem, ready, 
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(ready[1].at[slot])
         plgpu.barrier_wait(turn)
-        acc = _add_product(acc, p, v_smem.at[slot])
+        (acc,) = tile.add_products((acc, p, v_smem.at[slot]))
         plgpu.barrier_arrive(consumed[1].at[slot])
         return acc, m_new, total, own_weight
 
-    row_layout = plgpu.Layout.WGMMA.reduce(1)
-    m = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), row_layout)
-    zeros = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout)
-    total = zeros
+    own_weight = total = tile.zeros(ROWS)
+    m = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), tile.row_layout())
     if sink is not None:
         m = jnp.maximum(m, sink)
         total = jnp.exp2(sink - m)
-    acc = plgpu.layout_cast(jnp.zeros((ROWS, plan.E), jnp.float32), plgpu.Layout.WGMMA)
+    acc = tile.zeros(ROWS, plan.E)
     pl.when(wg == 1)(take_turn)
-    carry = lax.fori_loop(0, num_clean, functools.partial(step, masked=False), (acc, m, total, zeros))
+    carry = lax.fori_loop(0, num_clean, functools.partial(step, masked=False), (acc, m, total, own_weight))
     carry = lax.fori_loop(num_clean, steps, functools.partial(step, masked=True), carry)
     pl.when(wg == 0)(take_turn)
     return carry
@@ -219,16 +196,16 @@ def _epilogue(plan: Plan, state, has_own: bool, alpha, buffer, row_smem, outputs
     """Normalises, projects and writes one warpgroup's rows. `buffer` holds the own values."""
     z_ref, lse_ref, c_ref = outputs
     y, m, total, own_weight = state
-    y /= _along_rows(total, y.shape)
+    y /= along_rows(total, y.shape)
     row_smem[0, :] = m / LOG2E + jnp.log(total)
     if has_own:
-        v = plgpu.layout_cast(buffer[...], plgpu.Layout.WGMMA).astype(jnp.float32)
+        v = tile.load(buffer, plgpu.Layout.WGMMA).astype(jnp.float32)
         b, exact = plan.call.inverse(jnp.sum(v * v, axis=1))
         if plan.call.drop_diagonal:
-            y += _along_rows(jnp.where(exact, 0.0, own_weight / total), y.shape) * v
+            y += along_rows(jnp.where(exact, 0.0, own_weight / total), y.shape) * v
         c = b * jnp.sum(y * v, axis=1)
         row_smem[1, :] = c
-        y -= _along_rows(c if alpha is None else alpha * c, y.shape) * v
+        y -= along_rows(c if alpha is None else alpha * c, y.shape) * v
     buffer[...] = y.astype(buffer.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffer, z_ref.at[*rows, head])
@@ -236,22 +213,3 @@ def _epilogue(plan: Plan, state, has_own: bool, alpha, buffer, row_smem, outputs
     if has_own:
         plgpu.copy_smem_to_gmem(row_smem.at[1], c_ref.at[rows[0], head, rows[1]])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _product(q_smem, k_smem, meanwhile):
-    """q k^T by the tensor cores, which run while `meanwhile` does."""
-
-    def multiply(acc_ref):
-        plgpu.wgmma(acc_ref, q_smem, k_smem.transpose((1, 0)))
-        meanwhile()
-        return acc_ref[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
-
-
-def _add_product(acc, p, v_smem):
-    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem))(plgpu.ACC.init(acc))
-
-
-def _along_rows(x, shape):
-    return lax.broadcast_in_dim(x, shape, [0])

@@ -56,6 +56,8 @@ TRITON = {
 HOPPER = {
     "causal 64": ({}, 64, 4, 4, 2048, "bfloat16"),
     "causal 128": ({}, 128, 8, 2, 2048, "bfloat16"),
+    "causal 96": ({}, 96, 4, 4, 2048, "bfloat16"),
+    "causal 80": ({}, 80, 4, 2, 2048, "bfloat16"),
     "plain 128": ({"xsa": None}, 128, 8, 2, 2048, "bfloat16"),
     "full 128": ({"causal": False}, 128, 4, 1, 2048, "float16"),
     "everything 128": ({"window": 300, "sinks": True, "softcap": 30.0}, 128, 8, 2, 2048, "bfloat16"),

@@ -1,0 +1,99 @@
+"""What the Hopper kernels share: matrix products, masks and layouts of one tile of one warpgroup, and the order of the blocks."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels.gpu.spans import Plan, Spans
+
+COMPUTE = 2  # warpgroups that compute; one more feeds them
+ROWS = 64  # of a tile, all that one instruction of the tensor cores takes
+HEAD_DIMS = (64, 80, 96, 128)
+LOG2E = math.log2(math.e)
+# jax 0.10 asks for an index that later releases refuse.
+_WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()
+
+
+def products(*pairs, meanwhile=None):
+    """a b^T of each pair of tiles in shared memory, in float32. `meanwhile` runs while the tensor cores do."""
+
+    def multiply(*accumulators):
+        for (a, b), accumulator in zip(pairs, accumulators, strict=True):
+            plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
+        if meanwhile is not None:
+            meanwhile()
+        return tuple(accumulator[...] for accumulator in accumulators)
+
+    return pl.run_scoped(multiply, *(plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in pairs))
+
+
+def add_products(*triples):
+    """c + a b of each triple; c and a are in registers, b in shared memory."""
+
+    def multiply(accumulators):
+        for (_, a, b), accumulator in zip(triples, accumulators, strict=True):
+            plgpu.wgmma(accumulator, a, b)
+
+    return pl.run_state(multiply)(tuple(plgpu.ACC.init(c) for c, _, _ in triples))
+
+
+def load(ref, layout):
+    """A tile from shared or global memory into registers."""
+    return plgpu.load(ref, *_WHOLE, layout=layout, optimized=False)
+
+
+def row_layout():
+    """That of one number per row of a tile."""
+    return plgpu.Layout.WGMMA.reduce(1)
+
+
+def along_rows(x, shape):
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def along_columns(x, shape):
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def zeros(*shape):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA if len(shape) == 2 else row_layout())
+
+
+def tiling(head_dim: int):
+    """How tiles of 16-bit numbers lie in shared memory: the widest swizzle whose line divides a row."""
+    line = math.gcd(head_dim, 64)
+    return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(2 * line)
+
+
+def positions(first_row, first_column, shape):
+    """Position of the token of each row, and of each column, of a tile."""
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first_row
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first_column
+    return row, column
+
+
+def seen(plan: Plan, query, key):
+    """Which pairs of positions the mask shows."""
+    shown = key < plan.S
+    if plan.ahead is not None:
+        shown &= key <= query + plan.ahead
+    if plan.back is not None:
+        shown &= key >= query - plan.back
+    return shown
+
+
+def nth_block(spans: Spans, n, num_clean):
+    """The order of a sweep: first the blocks that need no mask."""
+    return jnp.where(n < num_clean, spans.block(n, clean=True), spans.block(n - num_clean, clean=False))
+
+
+def scores(plan: Plan, dot):
+    """(scores, the factor that makes them base 2): the maximum of the product is the product of the maximum, so it is positive."""
+    call = plan.call
+    if call.softcap is not None:
+        return jnp.tanh(dot * (call.scale / call.softcap)), call.softcap * LOG2E
+    return (dot if call.scale >= 0 else -dot), abs(call.scale) * LOG2E
