@@ -138,7 +138,7 @@ def check(
     if impl == "hopper":
         refused = {
             f"dtype={dtype}": dtype not in ("bfloat16", "float16"),
-            f"head_dim={head_dim} (only 64 and 128)": head_dim not in (64, 128),
+            f"head_dim={head_dim} (only 64, 80, 96 and 128)": head_dim not in (64, 80, 96, 128),
             "mask.segment_ids": segments,
         }
     named = ", ".join(feature for feature, found in refused.items() if found)
