@@ -4,8 +4,7 @@ import functools
 from typing import Any
 
 from kernels import fused
-from kernels.tpu.backward import backward
-from kernels.tpu.forward import forward
+from kernels.tpu import backward, forward
 from kernels.tpu.schedule import Blocks
 
 __all__ = ["Blocks", "backend"]
@@ -21,5 +20,6 @@ def backend(forward_blocks: Blocks | None = None, backward_blocks: Blocks | None
       interpret: for `pallas_call`: False compiles, True or `pltpu.InterpretParams(...)` runs on a CPU.
     """
     return fused.Backend(
-        functools.partial(forward, forward_blocks, interpret), functools.partial(backward, backward_blocks, interpret)
+        functools.partial(forward.forward, forward_blocks, interpret),
+        functools.partial(backward.backward, backward_blocks, interpret),
     )

@@ -34,13 +34,12 @@ class _Inputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Per row, in all 128 lanes: the running maximum, 128 partial sums of the weights, 1 / n2, and the key that is its diagonal."""
+    """Per row, over 128 lanes: the running maximum, partial sums of the weights, and 1 / n2, negative where the diagonal stays."""
 
     acc: Any
     maximum: Any
     total: Any
     inverse: Any = None
-    diagonal: Any = None
 
 
 def forward(
@@ -76,11 +75,11 @@ def forward(
     scratch = _Scratch(*(pltpu.VMEM((bq, width), jnp.float32) for width in (E, LANES, LANES)))
     if own_BTKE is not None:
         num_stats = 2
+    if call.drop_diagonal:
+        scratch = scratch._replace(inverse=pltpu.VMEM((bq, LANES), jnp.float32))
+    if own_BTKE is not None and not (own_BTKE is v_BSKE and call.causal and grid.aligned):
         arrays = arrays._replace(own=schedule.rows_first(own_BTKE, grid.padded_T))
         specs = specs._replace(own=pl.BlockSpec((None, None, bq, E), lambda b, h, n, i, *_: (b, h // G, i[n], 0)))
-        scratch = scratch._replace(inverse=pltpu.VMEM((bq, LANES), jnp.float32))
-    if call.drop_diagonal:
-        scratch = scratch._replace(diagonal=pltpu.VMEM((bq, LANES), jnp.int32))
     if segment_ids is not None:
         q_ids, k_ids = schedule.padded_ids(segment_ids, grid)
         arrays = arrays._replace(q_ids=jnp.broadcast_to(q_ids[:, :, None], (*q_ids.shape, LANES)), k_ids=k_ids[:, None])
@@ -128,15 +127,15 @@ def _kernel(grid: Grid, at, masked: np.ndarray, i_ref, j_ref, flags_ref, _, x: _
     q_start = grid.offset + i_ref[n] * grid.blocks.q
     k_start = j_ref[n] * grid.blocks.kv
 
-    pl.when(flags & FIRST != 0)(lambda: _open(grid.call, h, q_start, x, t))
+    pl.when(flags & FIRST != 0)(lambda: _open(h, x, t))
     if x.q_ids is None and not masked.all():
         pl.when(flags & (COMPUTE | MASKED) == COMPUTE)(lambda: _block(grid, None, x, t))
     if x.q_ids is not None or masked.any():
         pl.when(flags & (COMPUTE | MASKED) == COMPUTE | MASKED)(lambda: _block(grid, (q_start, k_start), x, t))
-    pl.when(flags & LAST != 0)(lambda: _close(h, x, z_ref, stats_ref, t))
+    pl.when(flags & LAST != 0)(lambda: _close(grid.call, h, x, z_ref, stats_ref, t))
 
 
-def _open(call: Call, h, q_start, x: _Inputs, t: _Scratch):
+def _open(h, x: _Inputs, t: _Scratch):
     t.acc[...] = jnp.zeros_like(t.acc)
     if x.sinks is None:
         t.maximum[...] = jnp.full_like(t.maximum, LOWEST)
@@ -147,18 +146,14 @@ def _open(call: Call, h, q_start, x: _Inputs, t: _Scratch):
         t.maximum[...] = jnp.full_like(t.maximum, m)
         first = lax.broadcasted_iota(jnp.int32, t.total.shape, 1) == 0
         t.total[...] = jnp.where(first, jnp.exp2(jnp.full_like(t.total, sink) - m), 0)
-    if x.own is not None:
-        own = x.own[...].astype(jnp.float32)
-        n2 = jnp.broadcast_to(jnp.sum(own * own, axis=1, keepdims=True), t.inverse.shape)
-        t.inverse[...], exact = call.inverse(n2)
-        if call.drop_diagonal:
-            position = q_start + lax.broadcasted_iota(jnp.int32, t.diagonal.shape, 0)
-            t.diagonal[...] = jnp.where(exact, position, -1)
 
 
 def _block(grid: Grid, start, x: _Inputs, t: _Scratch):
     """One key block; `start` (of the queries, of the keys) where some of it is hidden or on the diagonal."""
     call, compute = grid.call, grid.blocks.compute
+    if start is not None and call.drop_diagonal:
+        # Here, where the matrix unit has enough to do, the reduction over lanes is almost free.
+        t.inverse[...] = _inverse(call, x)
     for first in range(0, grid.blocks.kv, compute):
         columns = pl.ds(first, compute)
         # Scores in powers of 2, as the hardware's exponential has them.
@@ -178,20 +173,52 @@ def _block(grid: Grid, start, x: _Inputs, t: _Scratch):
         # Sums of every 128th weight: the one reduction over lanes waits for the last block.
         t.total[...] = shrink * t.total[...] + sum(p[:, lane : lane + LANES] for lane in range(0, compute, LANES))
         if start is not None and call.drop_diagonal:
-            p = jnp.where(tile.on_diagonal(k_position, tile.lanes(t.diagonal[...], compute)), 0, p)
+            p = _drop_diagonal(grid, first, p, k_position, q_position, t.inverse)
         v = x.v[columns, :]
         t.acc[...] = tile.lanes(shrink, v.shape[1]) * t.acc[...] + tile.dot(p.astype(v.dtype), v, tile.NN)
 
 
-def _close(h, x: _Inputs, z_ref, stats_ref, t: _Scratch):
+def _drop_diagonal(grid: Grid, first: int, p, k_position, q_position, inverse):
+    """The weights without those of tokens on themselves. In blocks that start together these can only be in square tiles."""
+    compute = grid.blocks.compute
+    if not grid.aligned:
+        diagonal = jnp.where(tile.lanes(inverse[...], compute) > 0, q_position, -1)
+        return jnp.where(tile.on_diagonal(k_position, diagonal), 0, p)
+    strips = [p[:first]]
+    for column in range(0, compute, LANES):
+        rows, columns = slice(first + column, first + column + LANES), slice(column, column + LANES)
+        diagonal = jnp.where(inverse[rows, :] > 0, q_position[rows, columns], -1)
+        square = jnp.where(tile.on_diagonal(k_position[rows, columns], diagonal), 0, p[rows, columns])
+        strips.append(_join([p[rows, :column], square, p[rows, column + LANES :]], axis=1))
+    return _join([*strips, p[first + compute :]], axis=0)
+
+
+def _join(parts, axis):
+    return jnp.concatenate([part for part in parts if part.size], axis)
+
+
+def _own(x: _Inputs) -> jax.Array:
+    """The values to project on: without an input of their own those of the diagonal block, which is the last one visited."""
+    return (x.v if x.own is None else x.own)[...].astype(jnp.float32)
+
+
+def _inverse(call: Call, x: _Inputs) -> jax.Array:
+    own = _own(x)
+    n2 = jnp.broadcast_to(jnp.sum(own * own, axis=1, keepdims=True), (own.shape[0], LANES))
+    inverse, exact = call.inverse(n2)
+    return jnp.where(exact, inverse, -jnp.maximum(inverse, jnp.finfo(jnp.float32).tiny)) if call.drop_diagonal else inverse
+
+
+def _close(call: Call, h, x: _Inputs, z_ref, stats_ref, t: _Scratch):
     total = jnp.broadcast_to(jnp.sum(t.total[...], axis=1, keepdims=True), t.total.shape)
     z = t.acc[...] * tile.lanes(1 / total, t.acc.shape[1])
     lse = t.maximum[...] * math.log(2) + jnp.log(total)
-    if x.own is None:
+    if call.zero_rule is None:
         stats_ref[...] = lse.T[:1]
     else:
-        own = x.own[...].astype(jnp.float32)
-        c = jnp.sum(z * own, axis=1, keepdims=True) * t.inverse[...]
+        own = _own(x)
+        inverse = jnp.abs(t.inverse[...]) if call.drop_diagonal else _inverse(call, x)
+        c = jnp.sum(z * own, axis=1, keepdims=True) * inverse
         taken = c if x.alpha is None else x.alpha[h] * c
         z -= tile.lanes(taken, z.shape[1]) * own
         stats_ref[...] = jnp.where(lax.broadcasted_iota(jnp.int32, lse.shape, 1) == 0, lse, c).T[:2]

@@ -63,6 +63,11 @@ class Grid:
         return _round_up(self.S, self.blocks.kv)
 
     @property
+    def aligned(self) -> bool:
+        """Whether a block of queries and the block of keys of the same number are the same tokens."""
+        return self.offset == 0 and self.blocks.q == self.blocks.kv
+
+    @property
     def padding_from(self) -> int | None:
         """The first key that is padding."""
         return self.S if self.padded_S > self.S else None

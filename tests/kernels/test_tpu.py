@@ -1,0 +1,175 @@
+"""The TPU kernels, interpreted on a CPU, give the oracle's values and gradients; and the faults they could have show."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+
+from kernels import MaskSpec, fused, tpu
+from kernels.tpu import backward, tile
+from tests.kernels import cases
+from tests.kernels.cases import Variant, assert_close, expected, rounded
+from tests.kernels.test_fused import XSA, run
+
+SMALL = tpu.Blocks(128, 128, 128)
+INTERPRETED = tpu.backend(SMALL, SMALL, interpret=True)
+
+
+def arrays(T=300, B=2, seed=0, **shape):
+    """Rows of V below a limit of 1e-2, a zero row, and documents that cross blocks, fill blocks, and lie inside one."""
+    x = cases.arrays(B=B, T=T, seed=seed, dtype=np.float32, **{"H": 2, "K": 1, "E": 16, **shape})
+    x["v"][0, 3::50] *= 1e-3
+    x["v"][-1, T // 2] = 0
+    borders = np.array([5, 6, 140, 290])
+    x["segment_ids"] = np.stack([np.searchsorted(borders + 20 * b, np.arange(x["v"].shape[1])) for b in range(B)]).astype(np.int32)
+    return x
+
+
+FEATURES = {
+    "causal, groups": lambda x: Variant(rule="clamp", eps=1e-2),
+    "no projection": lambda x: Variant(sinks=x["sinks"], softcap=2.0),
+    "full": lambda x: Variant(MaskSpec(causal=False), "exact", softcap=2.0, scale=-0.3),
+    "window": lambda x: Variant(MaskSpec(window=100), "clamp", sinks=x["sinks"]),
+    "band": lambda x: Variant(MaskSpec(causal=False, window=20), "clamp", eps=1e-2),
+    "segments": lambda x: Variant(MaskSpec(segment_ids=jnp.asarray(x["segment_ids"])), "clamp", eps=1e-2),
+    "full segments": lambda x: Variant(
+        MaskSpec(causal=False, segment_ids=jnp.asarray(x["segment_ids"])), "exact", sinks=x["sinks"]
+    ),
+    "alpha, add": lambda x: Variant(rule="add", eps=1e-2, alpha=x["alpha"]),
+}
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_equals_oracle(features):
+    x = arrays()
+    variant = FEATURES[features](x)
+    assert_close(run(INTERPRETED, x, variant), expected(x, variant), 5e-6)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("T", "H", "K", "E"), [(1, 2, 2, 128), (17, 4, 1, 80), (129, 2, 2, 256)])
+def test_shapes(T, H, K, E):
+    x = cases.arrays(B=1, T=T, H=H, K=K, E=E, dtype=np.float32)
+    assert_close(run(INTERPRETED, x, XSA), expected(x, XSA), 5e-6)
+
+
+def test_fewer_queries_than_keys():
+    """The first block of keys is seen by no query, and its gradients are written all the same."""
+    x = arrays(T=130, S=300)
+    variant = Variant(MaskSpec(window=30), "clamp", v_self=x["v"][:, 129::-1])
+    assert_close(run(INTERPRETED, x, variant), expected(x, variant), 5e-6)
+
+
+@pytest.mark.parametrize("blocks", [tpu.Blocks(256, 128, 128), tpu.Blocks(128, 256, 128)])
+def test_block_sizes_do_not_matter(blocks):
+    x = arrays(B=1)
+    variant = Variant(MaskSpec(window=150), "clamp", eps=1e-2)
+    assert_close(run(tpu.backend(blocks, blocks, interpret=True), x, variant), expected(x, variant), 5e-6)
+
+
+def test_dq_that_does_not_fit_is_made_in_chunks(monkeypatch):
+    monkeypatch.setattr(backward, "DQ_BYTES", 2 * 128 * 128 * 4)  # one block of the two query heads
+    x = arrays(B=1)
+    assert_close(run(INTERPRETED, x, XSA), expected(x, XSA), 5e-6)
+
+
+def regimes(common):
+    """bfloat16 inputs with one batch row for each mean self weight in .02, .3, .7, .9, .997; values have a mean `common`."""
+    x = cases.arrays(B=5, T=256, H=2, K=2, E=64)
+    x["k"] += np.array(PULLS)[:, None, None, None] * x["q"] / 4
+    x["v"] += common * np.random.default_rng(1).normal(size=64)
+    return rounded(x, jnp.bfloat16)
+
+
+PULLS = (0.0, 2.0, 3.2, 4.4, 8.0)
+
+
+def relative(got, want):
+    """|error| / |value| of z, dq, dk and dv in each batch row."""
+
+    def norms(x):
+        return np.linalg.norm(np.asarray(x, np.float64).reshape(5, -1), axis=1)
+
+    return np.stack([norms(np.asarray(got[name], np.float64) - want[name]) / norms(want[name]) for name in ("z", "dq", "dk", "dv")])
+
+
+@pytest.mark.parametrize("common", [0.0, 2.0])
+def test_half_percent_in_every_regime(common):
+    x, narrow = regimes(common)
+    want = expected(x, XSA)
+    self_weights = np.diagonal(want["p"], axis1=2, axis2=3).mean((1, 2))
+    np.testing.assert_allclose(self_weights, [0.02, 0.3, 0.7, 0.9, 0.997], atol=0.06)
+    found = relative(run(INTERPRETED, narrow, XSA), want)
+    assert (found <= 0.005).all(), found
+
+
+def _literal_delta(call, z, c, own, alpha, dz, rows=fused._rows):
+    dy, _, *rest = rows(call, z, c, own, alpha, dz)
+    return dy, jnp.einsum("BTHE,BTHE->BHT", z, dz, preferred_element_type=jnp.float32), *rest
+
+
+def _no_dv_self(*args, rows=fused._rows):
+    dy, delta, dv_self, *rest = rows(*args)
+    return dy, delta, 0 * dv_self, *rest
+
+
+def _next_heads_dv_self(*args, rows=fused._rows):
+    dy, delta, dv_self, *rest = rows(*args)
+    return dy, delta, jnp.roll(dv_self, 1, axis=2), *rest
+
+
+def _next_diagonal(k_position, diagonal):
+    return k_position == diagonal - 1
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fault"),
+    [
+        (fused, "_rows", _literal_delta),
+        (fused, "_rows", _no_dv_self),
+        (fused, "_rows", _next_heads_dv_self),
+        (tile, "on_diagonal", _next_diagonal),
+    ],
+)
+def test_a_fault_exceeds_the_budget(module, name, fault, monkeypatch):
+    x, narrow = regimes(10.0)
+    want = expected(x, XSA)
+    honest = relative(run(INTERPRETED, narrow, XSA), want)
+    monkeypatch.setattr(module, name, fault)
+    faulty = relative(run(INTERPRETED, narrow, XSA), want)
+    assert (faulty > 2 * honest).any(), (honest, faulty)
+
+
+@pytest.mark.fast
+def test_first_token_of_a_document_is_exactly_zero():
+    x = arrays(T=200)
+    starts = np.diff(x["segment_ids"], axis=1, prepend=-1) != 0
+    x["v"] = np.abs(x["v"]) + 0.1
+    x["dz"] = x["dz"] * starts[:, :, None, None]
+    _, narrow = rounded(x, jnp.bfloat16)
+    got = run(INTERPRETED, narrow, dataclasses.replace(XSA, mask=MaskSpec(segment_ids=jnp.asarray(x["segment_ids"]))))
+    assert not np.asarray(got["z"], np.float32)[starts].any()
+    assert not any(np.asarray(got[name], np.float32).any() for name in ("dq", "dk", "dv"))
+
+
+def test_no_race_and_nothing_read_before_it_is_written(capfd):
+    checked = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    x = arrays(B=1, T=260)
+    variant = Variant(MaskSpec(segment_ids=jnp.asarray(x["segment_ids"])), "clamp", sinks=x["sinks"], alpha=x["alpha"])
+    for case in (variant, dataclasses.replace(XSA, mask=MaskSpec(window=100))):
+        assert_close(run(tpu.backend(SMALL, SMALL, checked), x, case), expected(x, case), 5e-6)
+    # Before jax 0.12 a race is only printed.
+    assert "race" not in capfd.readouterr().out.lower()
+
+
+def test_a_mesh_changes_nothing():
+    x = arrays(B=4, T=130, K=2)
+    variant = Variant(MaskSpec(segment_ids=jnp.asarray(x["segment_ids"])), "clamp", sinks=x["sinks"])
+    with jax.set_mesh(jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)):
+        got = run(INTERPRETED, x, variant)
+    assert_close(got, expected(x, variant), 5e-6)
+    assert got["z"].sharding.shard_shape(got["z"].shape) == (1, 130, 1, 16)

@@ -1,0 +1,60 @@
+"""Every TPU kernel compiles for every generation, on a machine that has no TPU. Run as a program it compiles them for one chip."""
+
+import importlib.util
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+MASKS = ("causal", "window", "segments")
+HEADS = {"MHA": (2, 2), "GQA": (4, 1)}
+REPO = pathlib.Path(__file__).resolve().parents[2]
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='install libtpu: pip install "jax[tpu]"')
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", CHIPS)
+def test_forward_and_backward_compile(chip):
+    env = dict(os.environ, JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", PYTHONPATH=str(REPO))
+    done = subprocess.run([sys.executable, __file__, chip], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["compiled", str(len(MASKS) * len(HEADS) * 2 + 1)], done.stdout
+
+
+def main(chip: str) -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from kernels import MaskSpec, Projection, fused, tpu
+
+    mesh = Mesh(np.array(topologies.get_topology_desc(topology_name=CHIPS[chip], platform="tpu").devices[:1]), ("data",))
+    small = tpu.Blocks(256, 256, 256)
+    # Small blocks compile fast and hold every instruction; one call at the sizes of the table shows that those fit the memory.
+    cases = [(mask, *HEADS[heads], E, 512, small) for mask, heads, E in itertools.product(MASKS, HEADS, (64, 128))]
+    for mask, H, K, E, T, blocks in [*cases, ("segments", 8, 1, 128, 4096, None)]:
+
+        def gradients(q, k, v, dz, ids, mask=mask, blocks=blocks):
+            spec = MaskSpec(window=200 if mask == "window" else None, segment_ids=ids if mask == "segments" else None)
+            backend = tpu.backend(blocks, blocks)
+            z, pull = jax.vjp(lambda q, k, v: fused.attention(backend, q, k, v, v, spec, Projection(), None, None, 0.1), q, k, v)
+            return z, *pull(dz)
+
+        def array(*shape, dtype=jnp.bfloat16):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+        q, k, ids = array(1, T, H, E), array(1, T, K, E), array(1, T, dtype=jnp.int32)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            jax.jit(gradients).trace(q, k, k, q, ids).lower(lowering_platforms=("tpu",)).compile()
+    print("compiled", len(cases) + 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
