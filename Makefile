@@ -16,8 +16,8 @@ demo: $(READY)
 	$(RUN) -m xsa_jax.data.prepare --input '$(DEMO)/text/*.parquet' --tokenizer bytes --output $(DEMO)/tokens --validation-fraction 0.05
 	$(RUN) train.py --config configs/demo.py --workdir $(DEMO)/sa --config.data.path=$(DEMO)/tokens --config.attention.kind=sa $(DEMO_FLAGS)
 	$(RUN) train.py --config configs/demo.py --workdir $(DEMO)/xsa --config.data.path=$(DEMO)/tokens --config.attention.kind=xsa $(DEMO_FLAGS)
-	$(RUN) eval.py --run $(DEMO)/sa
-	$(RUN) eval.py --run $(DEMO)/xsa
+	$(RUN) eval.py --run $(DEMO)/sa --tokens 100000
+	$(RUN) eval.py --run $(DEMO)/xsa --tokens 100000
 	$(RUN) -m xsa_jax.analyze.compare $(DEMO)/sa $(DEMO)/xsa --output $(DEMO)/report
 
 ## Forget the demo's runs, so that the next one starts anew.

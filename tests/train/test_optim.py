@@ -23,8 +23,8 @@ PARTS = {
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
-        (0, 0.0),
-        (5, 0.005),
+        (0, 0.01 / 11),
+        (5, 0.06 / 11),
         (10, 0.01),
         (60, 0.01 * (0.1 + 0.9 * 0.5)),
         (35, 0.01 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))),
@@ -39,7 +39,7 @@ def test_cosine(step, expected):
     assert float(lr(jnp.asarray(step, jnp.int32))) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("step", "expected"), [(0, 0.0), (5, 0.005), (10, 0.01), (11, 0.01), (10_000, 0.01)])
+@pytest.mark.parametrize(("step", "expected"), [(0, 0.01 / 11), (5, 0.06 / 11), (10, 0.01), (11, 0.01), (10_000, 0.01)])
 def test_constant(step, expected):
     config = tiny_config({"optim.warmup_steps": 10, "optim.schedule": "constant"})
     assert float(optim.schedule(config.optim, 20)(step)) == pytest.approx(expected, rel=1e-5)

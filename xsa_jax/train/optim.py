@@ -9,13 +9,16 @@ from xsa_jax.config import OptimConfig
 
 
 def schedule(config: OptimConfig, num_steps: int) -> optax.Schedule:
-    """Linear warm-up from 0 to `peak_lr`, then cosine decay to `final_lr_ratio * peak_lr` at `num_steps`, or constant."""
+    """Linear warm-up to `peak_lr`, then cosine decay to `final_lr_ratio * peak_lr` at `num_steps`, or constant.
+
+    Update i of the w = `warmup_steps` uses i / (w + 1) of the peak (as NanoGPT), so that the first of them moves already.
+    """
+    peak, warmup_steps = config.peak_lr, config.warmup_steps
+    first = peak / (warmup_steps + 1)
     if config.schedule == "cosine":
-        return optax.warmup_cosine_decay_schedule(
-            0.0, config.peak_lr, config.warmup_steps, num_steps, end_value=config.final_lr_ratio * config.peak_lr
-        )
-    warmup = optax.linear_schedule(0.0, config.peak_lr, config.warmup_steps)
-    return optax.join_schedules([warmup, optax.constant_schedule(config.peak_lr)], [config.warmup_steps])
+        return optax.warmup_cosine_decay_schedule(first, peak, warmup_steps, num_steps, end_value=config.final_lr_ratio * peak)
+    warmup = optax.linear_schedule(first, peak, warmup_steps)
+    return optax.join_schedules([warmup, optax.constant_schedule(peak)], [warmup_steps])
 
 
 def optimizer(config: OptimConfig, num_steps: int, axes: dict[str, Any]) -> optax.GradientTransformation:
