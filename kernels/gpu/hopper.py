@@ -4,11 +4,10 @@ Two warpgroups compute 64 query rows each, a third keeps the tensor memory accel
 on the tensor cores: while one multiplies, the other does its softmax. When a warpgroup has no key block left, its Q buffer is dead
 and takes the own values, so that the projection costs no shared memory and y never leaves the registers.
 
-No interpreter multiplies as these tensor cores do, so the values wait for a device. The backward pass is that of `triton`.
+No interpreter multiplies as these tensor cores do, so the values wait for a device.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels import fused
+from kernels.gpu import hopper_backward
 from kernels.gpu import hopper_tile as tile
-from kernels.gpu import triton
 from kernels.gpu.hopper_tile import COMPUTE, HEAD_DIMS, LOG2E, ROWS, along_rows
 from kernels.gpu.spans import Plan, key_spans
 
@@ -29,7 +28,9 @@ LOWEST = -1e30
 @functools.cache
 def backend(interpret: bool = False) -> fused.Backend:
     """What `fused.attention` runs. `interpret` simulates the chip on the CPU; only jax from 0.12 on can."""
-    return fused.Backend(functools.partial(_forward, interpret=interpret), triton.backend(interpret=interpret).backward_main)
+    return fused.Backend(
+        functools.partial(_forward, interpret=interpret), functools.partial(hopper_backward.backward, interpret=interpret)
+    )
 
 
 def attention(*call):
@@ -82,17 +83,8 @@ def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha
             collective_axes="wg",
         )
 
-    simulator: Any = getattr(plgpu, "InterpretGPUParams", None)  # since jax 0.12
-    out = plgpu.kernel(
-        entry,
-        out_type=[jax.ShapeDtypeStruct(q_BTHE.shape, q_BTHE.dtype), row, *([row] if has_own else [])],
-        grid=(H, T // plan.block_t, B),
-        grid_names=("head", "block", "batch"),
-        num_threads=COMPUTE + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=simulator(detect_races=True) if interpret else None,
-    )(*inputs)
+    out_type = [jax.ShapeDtypeStruct(q_BTHE.shape, q_BTHE.dtype), row, *([row] if has_own else [])]
+    out = tile.launch(entry, out_type, (H, T // plan.block_t, B), interpret)(*inputs)
     return out[0], out[1], out[2] if has_own else None
 
 
@@ -125,19 +117,13 @@ def _kernel(plan: Plan, inputs, outputs, q_smem, k_smem, v_smem, row_smem, q_rea
     @pl.when(wg == COMPUTE)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        stages = k_smem.shape[0]
 
-        def fetch(n, refill):
-            slot = lax.rem(n, jnp.int32(stages))
+        def fetch(n, slot):
             at = (batch, pl.ds(tile.nth_block(spans, n, num_clean) * KEYS, KEYS), kv_head)
-            for source, target, full, empty in zip((k_ref, v_ref), (k_smem, v_smem), ready, consumed, strict=True):
-                if refill:
-                    plgpu.barrier_wait(empty.at[slot])
-                plgpu.copy_gmem_to_smem(source.at[at], target.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[slot], ready[0].at[slot])
+            plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[slot], ready[1].at[slot])
 
-        first_fill = jnp.minimum(steps, stages)
-        lax.fori_loop(0, first_fill, lambda n, _: fetch(n, refill=False), None)
-        lax.fori_loop(first_fill, steps, lambda n, _: fetch(n, refill=True), None)
+        tile.feed(steps, k_smem.shape[0], consumed, fetch)
 
 
 def _softmax(plan: Plan, spans, first, sink, wg, q_smem, k_smem, v_smem, ready, consumed, turn, num_clean, steps):

@@ -1,6 +1,7 @@
 """What the Hopper kernels share: matrix products, masks and layouts of one tile of one warpgroup, and the order of the blocks."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,3 +98,32 @@ def scores(plan: Plan, dot):
     if call.softcap is not None:
         return jnp.tanh(dot * (call.scale / call.softcap)), call.softcap * LOG2E
     return (dot if call.scale >= 0 else -dot), abs(call.scale) * LOG2E
+
+
+def feed(steps, stages: int, consumed, fetch):
+    """fetch(step, slot) for every step, into a ring of `stages` slots, each once all that was in it is consumed."""
+
+    def refill(n, _):
+        slot = lax.rem(n, jnp.int32(stages))
+        for barrier in consumed:
+            plgpu.barrier_wait(barrier.at[slot])
+        fetch(n, slot)
+
+    filled = jnp.minimum(steps, stages)
+    lax.fori_loop(0, filled, lambda n, _: fetch(n, n), None)
+    lax.fori_loop(filled, steps, refill, None)
+
+
+def launch(entry, out_type, grid, interpret):
+    """The launch that all Hopper kernels share: `grid` is (heads, blocks, batch rows)."""
+    simulator: Any = getattr(plgpu, "InterpretGPUParams", None)  # since jax 0.12
+    return plgpu.kernel(
+        entry,
+        out_type=out_type,
+        grid=grid,
+        grid_names=("head", "block", "batch"),
+        num_threads=COMPUTE + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=simulator(detect_races=True) if interpret else None,
+    )

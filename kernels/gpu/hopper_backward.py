@@ -1,0 +1,221 @@
+"""The backward pass for Hopper chips: two kernels in the manner of `hopper`, one for dq and one for dk and dv.
+
+Both find the weights again from q, k and the log-sum-exp. In the second a program owns its keys and goes through all query heads that
+read them, so that grouped heads are added up in registers, in a fixed order, and no sum is left to another pass.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels.gpu import hopper_tile as tile
+from kernels.gpu.hopper_tile import COMPUTE, LOG2E, ROWS, along_columns, along_rows
+from kernels.gpu.spans import Plan, key_spans, query_spans
+
+KEYS = 64  # of a key block in the kernel for dq
+
+
+def backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, start_BTKE, *, interpret):
+    """`backward_main` of `kernels.fused.Backend`, for the calls that `hopper.refused` lets pass."""
+    assert segment_ids is None
+    kept = [] if kept_BKT is None else [kept_BKT.astype(jnp.float32)]
+    start = [] if start_BTKE is None else [start_BTKE]
+    rows = (q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT)
+    dq = _launch_dq(call, rows, kept, interpret)
+    dk, dv = _launch_dkv(call, rows, kept, start, interpret)
+    return dq, dk, dv
+
+
+def _launch_dq(call, rows, kept, interpret):
+    q_BTHE, k_BSKE = rows[:2]
+    (B, T, H, E), S = q_BTHE.shape, k_BSKE.shape[1]
+    plan = Plan(call, T, S, E, COMPUTE * ROWS, KEYS, segments=False)
+    stages = min(3, pl.cdiv(S, KEYS))
+
+    def entry(*refs):
+        own = plgpu.SMEM((COMPUTE, ROWS, E), q_BTHE.dtype, transforms=tile.tiling(E))
+        keys = plgpu.SMEM((stages, KEYS, E), q_BTHE.dtype, transforms=tile.tiling(E))
+        pl.run_scoped(
+            functools.partial(_dq_kernel, plan, refs[:6], refs[6] if kept else None, refs[-1]),
+            own,
+            own,
+            keys,
+            keys,
+            plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
+            (plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
+            (plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages), plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)),
+            collective_axes="wg",
+        )
+
+    shape = jax.ShapeDtypeStruct(q_BTHE.shape, q_BTHE.dtype)
+    return tile.launch(entry, shape, (H, T // plan.block_t, B), interpret)(*rows, *kept)
+
+
+def _dq_kernel(plan: Plan, inputs, kept_ref, dq_ref, q_smem, dy_smem, k_smem, v_smem, own_ready, ready, consumed):
+    q_ref, k_ref, v_ref, dy_ref, lse_ref, delta_ref = inputs
+    wg, head, batch = lax.axis_index("wg"), lax.axis_index("head"), lax.axis_index("batch")
+    block = plan.T // plan.block_t - 1 - lax.axis_index("block")
+    kv_head = lax.div(head, jnp.int32(q_ref.shape[2] // k_ref.shape[2]))
+    spans = key_spans(plan, block, None)
+    steps, num_clean = spans.stop - spans.start, spans.number(clean=True)
+
+    @pl.when(wg < COMPUTE)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        first = block * plan.block_t + wg * ROWS
+        rows = pl.ds(first, ROWS)
+        q, dy = q_smem.at[wg], dy_smem.at[wg]
+        plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q, own_ready.at[wg])
+        plgpu.copy_gmem_to_smem(dy_ref.at[batch, rows, head], dy, own_ready.at[wg])
+        lse = tile.load(lse_ref.at[batch, head, rows], tile.row_layout()) * LOG2E
+        delta = tile.load(delta_ref.at[batch, head, rows], tile.row_layout())
+        kept = None if kept_ref is None else tile.load(kept_ref.at[batch, kv_head, rows], tile.row_layout())
+        plgpu.barrier_wait(own_ready.at[wg])
+
+        def step(n, dq, masked):
+            slot = lax.rem(n, jnp.int32(k_smem.shape[0]))
+            plgpu.barrier_wait(ready[0].at[slot])
+            plgpu.barrier_wait(ready[1].at[slot])
+            s, dp = tile.products((q, k_smem.at[slot]), (dy, v_smem.at[slot]))
+            plgpu.barrier_arrive(consumed[1].at[slot])
+            s, factor = tile.scores(plan, s)
+            p = jnp.exp2(s * factor - along_rows(lse, s.shape))
+            if masked:
+                query, key = tile.positions(first + plan.offset, tile.nth_block(spans, n, num_clean) * KEYS, s.shape)
+                p = jnp.where(tile.seen(plan, query, key), p, 0.0)
+                if kept is not None:
+                    dp = jnp.where(query == key, dp * along_rows(kept, dp.shape), dp)
+            ds = p * (dp - along_rows(delta, s.shape))
+            if plan.call.softcap is not None:
+                ds *= 1.0 - s * s
+            (dq,) = tile.add_products((dq, ds.astype(k_smem.dtype), k_smem.at[slot]))
+            plgpu.barrier_arrive(consumed[0].at[slot])
+            return dq
+
+        dq = lax.fori_loop(0, num_clean, functools.partial(step, masked=False), tile.zeros(ROWS, plan.E))
+        dq = lax.fori_loop(num_clean, steps, functools.partial(step, masked=True), dq)
+        plgpu.commit_smem()
+        q[...] = (dq * plan.call.scale).astype(q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q, dq_ref.at[batch, rows, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == COMPUTE)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def fetch(n, slot):
+            at = (batch, pl.ds(tile.nth_block(spans, n, num_clean) * KEYS, KEYS), kv_head)
+            plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[slot], ready[0].at[slot])
+            plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[slot], ready[1].at[slot])
+
+        tile.feed(steps, k_smem.shape[0], consumed, fetch)
+
+
+def _launch_dkv(call, rows, kept, start, interpret):
+    q_BTHE, k_BSKE = rows[:2]
+    (B, T, _, E), (S, K) = q_BTHE.shape, k_BSKE.shape[1:3]
+    plan = Plan(call, T, S, E, ROWS, COMPUTE * ROWS, segments=False)
+    stages = 2
+
+    def entry(*refs):
+        extra = list(refs[6:-2])
+        kept_ref = extra.pop(0) if kept else None
+        start_ref = extra.pop(0) if start else None
+        own = plgpu.SMEM((COMPUTE, ROWS, E), q_BTHE.dtype, transforms=tile.tiling(E))
+        queries = plgpu.SMEM((stages, ROWS, E), q_BTHE.dtype, transforms=tile.tiling(E))
+        numbers = plgpu.SMEM((stages, ROWS), jnp.float32)
+        pl.run_scoped(
+            functools.partial(_dkv_kernel, plan, refs[:6], kept_ref, start_ref, refs[-2:]),
+            (own, own),
+            (queries, queries, numbers, numbers),
+            plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
+            plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages),
+            collective_axes="wg",
+        )
+
+    shape = jax.ShapeDtypeStruct(k_BSKE.shape, k_BSKE.dtype)
+    return tile.launch(entry, [shape, shape], (K, pl.cdiv(S, plan.block_s), B), interpret)(*rows, *kept, *start)
+
+
+def _dkv_kernel(plan: Plan, inputs, kept_ref, start_ref, outputs, own_smem, query_smem, own_ready, ready, consumed):
+    q_ref, k_ref, v_ref, dy_ref, lse_ref, delta_ref = inputs
+    q_smem, dy_smem, lse_smem, delta_smem = query_smem
+    wg, kv_head, block, batch = (lax.axis_index(name) for name in ("wg", "head", "block", "batch"))
+    group = jnp.int32(q_ref.shape[2] // k_ref.shape[2])
+    spans = query_spans(plan, block, None)
+    # For every query head of the group first the blocks that need no mask.
+    num_clean = spans.number(clean=True)
+    per_head = spans.stop - spans.start
+    stages = q_smem.shape[0]
+
+    @pl.when(wg < COMPUTE)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        first = block * plan.block_s + wg * ROWS
+        keys = pl.ds(first, ROWS)
+        k, v = own_smem[0].at[wg], own_smem[1].at[wg]
+        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k, own_ready.at[wg])
+        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v, own_ready.at[wg])
+        kept = None if kept_ref is None else tile.load(kept_ref.at[batch, kv_head, keys], tile.row_layout())
+        dk = tile.zeros(ROWS, plan.E)
+        dv = dk if start_ref is None else tile.load(start_ref.at[batch, keys, kv_head], plgpu.Layout.WGMMA)
+        plgpu.barrier_wait(own_ready.at[wg])
+
+        def step(head, n, carry, masked):
+            dk, dv = carry
+            slot = lax.rem(head * per_head + n, jnp.int32(stages))
+            q, dy = q_smem.at[slot], dy_smem.at[slot]
+            plgpu.barrier_wait(ready.at[slot])
+            s, dp = tile.products((k, q), (v, dy))
+            lse = tile.load(lse_smem.at[slot], plgpu.Layout.WGMMA.reduce(0)) * LOG2E
+            s, factor = tile.scores(plan, s)
+            p = summed = jnp.exp2(s * factor - along_columns(lse, s.shape))
+            if masked:
+                key, query = tile.positions(first, tile.nth_block(spans, n, num_clean) * ROWS + plan.offset, s.shape)
+                p = summed = jnp.where(tile.seen(plan, query, key), p, 0.0)
+                if kept is not None:
+                    dp = jnp.where(query == key, dp * along_rows(kept, s.shape), dp)
+                    summed = jnp.where(query == key, p * along_rows(kept, s.shape), p)
+            # Loaded this late it takes no registers from the exponential.
+            delta = tile.load(delta_smem.at[slot], plgpu.Layout.WGMMA.reduce(0))
+            plgpu.commit_smem()  # lse and delta are read, and the next copy may take their place
+            ds = p * (dp - along_columns(delta, s.shape))
+            if plan.call.softcap is not None:
+                ds *= 1.0 - s * s
+            dtype = q_smem.dtype
+            dv, dk = tile.add_products((dv, summed.astype(dtype), dy), (dk, ds.astype(dtype), q))
+            plgpu.barrier_arrive(consumed.at[slot])
+            return dk, dv
+
+        def of_head(head, carry):
+            carry = lax.fori_loop(0, num_clean, functools.partial(step, head, masked=False), carry)
+            return lax.fori_loop(num_clean, per_head, functools.partial(step, head, masked=True), carry)
+
+        dk, dv = lax.fori_loop(0, group, of_head, (dk, dv))
+        plgpu.commit_smem()
+        k[...] = (dk * plan.call.scale).astype(k.dtype)
+        v[...] = dv.astype(v.dtype)
+        plgpu.commit_smem()
+        for source, target in zip((k, v), outputs, strict=True):
+            plgpu.copy_smem_to_gmem(source, target.at[batch, keys, kv_head])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == COMPUTE)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def fetch(n, slot):
+            head = kv_head * group + lax.div(n, per_head)
+            rows = pl.ds(tile.nth_block(spans, lax.rem(n, per_head), num_clean) * ROWS, ROWS)
+            for source, target in ((q_ref, q_smem), (dy_ref, dy_smem)):
+                plgpu.copy_gmem_to_smem(source.at[batch, rows, head], target.at[slot], ready.at[slot])
+            for source, target in ((lse_ref, lse_smem), (delta_ref, delta_smem)):
+                plgpu.copy_gmem_to_smem(source.at[batch, head, rows], target.at[slot], ready.at[slot])
+
+        tile.feed(group * per_head, stages, (consumed,), fetch)
