@@ -1,4 +1,4 @@
-"""The frame that every fused implementation shares: what is saved, the row-local half of the backward pass, and the mesh.
+"""The frame that every implementation of ours shares: what is saved, the row-local half of the backward pass, and the mesh.
 
 A backend brings two functions. Its forward kernel ends each query row with the projection and saves, beside z and the
 log-sum-exp, one number c = (y . v) / n2 per row instead of y, because y = z + alpha c v. The backward pass then has two steps:
@@ -63,16 +63,23 @@ class Backend(NamedTuple):
 
     forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H) -> z_BTHE, lse_BHT, c_BHT:
       own_BTKE are the values to project on, None without a projection, and c_BHT is then None too. segment_ids [B, S], sinks_H and
-      alpha_H (float32; None means 1) may be None. lse (sinks included) and c = (y . own) / n2 are float32; with
+      alpha_H (None means 1) may be None. lse (sinks included) and c = (y . own) / n2 are float32, or float64 for float64; with
       `call.drop_diagonal` y is without the diagonal, except in rows where `call.inverse` says that n2 is not |v|^2.
 
     backward_main(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, dv_BTKE) -> dq, dk, dv:
       dy is in the dtype of q and delta = rowsum(y * dy). kept_BKT (bool) marks the rows that keep their diagonal; None: all do.
-      dv_BTKE (float32) is what dv starts from, with T = S; None: zero.
+      dv_BTKE (in the dtype of lse) is what dv starts from, with T = S; None: zero.
+
+    rows(call, z_BTHE, c_BHT, own_BTKE, dz_BTHE) -> dy_BTHE, delta_BHT, dv_self_BTKE, kept_BKT: the row-local step where alpha is 1,
+      for a backend that has one better than `_rows`, which see.
+
+    splits_by_itself: XLA can split it over a mesh, as it can anything but a kernel.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     backward_main: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    rows: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]] | None = None
+    splits_by_itself: bool = False
 
 
 def attention(
@@ -87,7 +94,7 @@ def attention(
     softcap: float | None,
     scale: float,
 ) -> jax.Array:
-    """`kernels.attention` by a fused backend; under `jax.set_mesh` by every device for its rows of the batch and its heads.
+    """`kernels.attention` by one backend; kernels run under `jax.set_mesh` by every device for its rows of the batch and its heads.
 
     Pass `v_BSKE` itself (or None) as `v_self_BTKE` where the queries are all the tokens. Other own values may point anywhere,
     so then the diagonal stays.
@@ -104,10 +111,10 @@ def attention(
         0.0 if xsa is None else xsa.eps,
         drop_diagonal=xsa is not None and alpha is None and xsa.zero_rule != "add" and v_self_BTKE is None,
     )
-    alpha_H = None if alpha is None else jnp.broadcast_to(jnp.asarray(alpha, jnp.float32), (q_BTHE.shape[2],))
-    return _on_mesh(functools.partial(_attention, backend, call))(
-        q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, mask.segment_ids, sinks_H, alpha_H
-    )
+    alpha_H = None if alpha is None else jnp.broadcast_to(jnp.asarray(alpha, _wide(q_BTHE)), (q_BTHE.shape[2],))
+    attend = functools.partial(_attention, backend, call)
+    attend = attend if backend.splits_by_itself else on_mesh(attend)
+    return attend(q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, mask.segment_ids, sinks_H, alpha_H)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -130,16 +137,19 @@ def _backward(backend, call, residuals, dz_BTHE):
     dv_self_BTKE = dalpha_H = kept_BKT = None
     if call.zero_rule is None:
         dy_BTHE = dz_BTHE.astype(q_BTHE.dtype)
-        delta_BHT = jnp.einsum("BTHE,BTHE->BHT", z_BTHE, dy_BTHE, preferred_element_type=jnp.float32)
+        delta_BHT = jnp.einsum("BTHE,BTHE->BHT", z_BTHE, dy_BTHE, preferred_element_type=_wide(z_BTHE))
     else:
         own_BTKE = v_BSKE if v_self_BTKE is None else v_self_BTKE
-        dy_BTHE, delta_BHT, dv_self_BTKE, dalpha_H, kept_BKT = _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE)
+        if backend.rows is None or alpha_H is not None:
+            dy_BTHE, delta_BHT, dv_self_BTKE, dalpha_H, kept_BKT = _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE)
+        else:
+            dy_BTHE, delta_BHT, dv_self_BTKE, kept_BKT = backend.rows(call, z_BTHE, c_BHT, own_BTKE, dz_BTHE)
         dv_self_BTKE = dv_self_BTKE if v_self_BTKE is None else dv_self_BTKE.astype(v_self_BTKE.dtype)
     start_BTKE = dv_self_BTKE if v_self_BTKE is None else None
     dq, dk, dv = backend.backward_main(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, start_BTKE)
     dsinks_H = None
     if sinks_H is not None:
-        p_sink_BHT = jnp.exp(sinks_H.astype(jnp.float32)[:, None] - lse_BHT)
+        p_sink_BHT = jnp.exp(sinks_H.astype(lse_BHT.dtype)[:, None] - lse_BHT)
         dsinks_H = -jnp.sum(p_sink_BHT * delta_BHT, axis=(0, 2)).astype(sinks_H.dtype)
     if v_self_BTKE is None:
         dv_self_BTKE = None  # it is in dv
@@ -157,7 +167,7 @@ def _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE):
     z).
     """
     K = own_BTKE.shape[2]
-    wide = jnp.float32
+    wide = _wide(z_BTHE)
     z, dz = group(z_BTHE, K).astype(wide), group(dz_BTHE, K).astype(wide)
     v = own_BTKE.astype(wide)[:, :, :, None]
     c = _columns(c_BHT, K)
@@ -182,13 +192,17 @@ def _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE):
     return dy_BTHE, delta_BHT, jnp.sum(dv_self, axis=3), dalpha_H, kept_BKT
 
 
+def _wide(x: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def _columns(x_BHT: jax.Array, num_kv_heads: int) -> jax.Array:
     """[B, H, T] -> [B, T, K, G, 1]."""
     B, H, T = x_BHT.shape
     return jnp.moveaxis(x_BHT.reshape(B, num_kv_heads, H // num_kv_heads, T), -1, 1)[..., None]
 
 
-def _on_mesh(attend):
+def on_mesh(attend):
     """`attend` run by each device of the ambient mesh on its own batch rows and heads: XLA cannot split a kernel by itself.
 
     Raises:

@@ -35,7 +35,7 @@ class Blocks:
 
     def fit(self, T: int, S: int) -> "Blocks":
         """The same sizes, no larger than T queries and S keys need."""
-        q, kv = min(self.q, _round_up(T, LANES)), min(self.kv, _round_up(S, LANES))
+        q, kv = min(self.q, round_up(T, LANES)), min(self.kv, round_up(S, LANES))
         compute = min(self.compute, kv)
         return Blocks(q, kv, compute if kv % compute == 0 else LANES)
 
@@ -56,11 +56,11 @@ class Grid:
 
     @property
     def padded_T(self) -> int:
-        return _round_up(self.T, self.blocks.q)
+        return round_up(self.T, self.blocks.q)
 
     @property
     def padded_S(self) -> int:
-        return _round_up(self.S, self.blocks.kv)
+        return round_up(self.S, self.blocks.kv)
 
     @property
     def aligned(self) -> bool:
@@ -137,5 +137,5 @@ def padded_ids(segment_ids: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array
     )
 
 
-def _round_up(n: int, to: int) -> int:
+def round_up(n: int, to: int) -> int:
     return -(-n // to) * to
