@@ -122,7 +122,7 @@ def test_a_repeated_batch_is_learned_and_every_metric_says_what_it_should():
     steps = 16
     run = _train(1, overrides, _batches(config)[:1] * steps)
     losses = [metrics["loss"] for metrics in run.metrics]
-    assert losses[1] == losses[0]  # the first update has a learning rate of 0
+    assert losses[1] < losses[0]  # the first update moves already
     assert losses[-1] < losses[0] - 0.5
     lr = optim.schedule(config.optim, config.train.num_steps)
     assert [metrics["lr"] for metrics in run.metrics] == pytest.approx([float(lr(step)) for step in range(steps)], rel=1e-6)
