@@ -84,7 +84,9 @@ def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha
         )
 
     out_type = [jax.ShapeDtypeStruct(q_BTHE.shape, q_BTHE.dtype), row, *([row] if has_own else [])]
-    out = tile.launch(entry, out_type, (H, T // plan.block_t, B), interpret)(*inputs)
+    out = tile.launch(entry, "xsa_forward" if has_own else "attention_forward", out_type, (H, T // plan.block_t, B), interpret)(
+        *inputs
+    )
     return out[0], out[1], out[2] if has_own else None
 
 

@@ -1,7 +1,8 @@
 """The backward pass for Hopper chips: two kernels in the manner of `hopper`, one for dq and one for dk and dv.
 
-Both find the weights again from q, k and the log-sum-exp. In the second a program owns its keys and goes through all query heads that
-read them, so that grouped heads are added up in registers, in a fixed order, and no sum is left to another pass.
+Both find the weights again from q, k and the log-sum-exp. In the second a program owns its keys and goes through all query heads
+that read them: grouped heads are added up in registers, in a fixed order, and no sum is left to another pass. At E = 128 its two
+accumulators leave so few registers that the masked loop spills some.
 """
 
 import functools
@@ -52,7 +53,7 @@ def _launch_dq(call, rows, kept, interpret):
         )
 
     shape = jax.ShapeDtypeStruct(q_BTHE.shape, q_BTHE.dtype)
-    return tile.launch(entry, shape, (H, T // plan.block_t, B), interpret)(*rows, *kept)
+    return tile.launch(entry, "attention_dq", shape, (H, T // plan.block_t, B), interpret)(*rows, *kept)
 
 
 def _dq_kernel(plan: Plan, inputs, kept_ref, dq_ref, q_smem, dy_smem, k_smem, v_smem, own_ready, ready, consumed):
@@ -120,19 +121,19 @@ def _launch_dkv(call, rows, kept, start, interpret):
     q_BTHE, k_BSKE = rows[:2]
     (B, T, _, E), (S, K) = q_BTHE.shape, k_BSKE.shape[1:3]
     plan = Plan(call, T, S, E, ROWS, COMPUTE * ROWS, segments=False)
-    stages = 2
+    stages = 3
 
     def entry(*refs):
         extra = list(refs[6:-2])
         kept_ref = extra.pop(0) if kept else None
         start_ref = extra.pop(0) if start else None
         own = plgpu.SMEM((COMPUTE, ROWS, E), q_BTHE.dtype, transforms=tile.tiling(E))
-        queries = plgpu.SMEM((stages, ROWS, E), q_BTHE.dtype, transforms=tile.tiling(E))
+        tiles = plgpu.SMEM((stages, ROWS, E), q_BTHE.dtype, transforms=tile.tiling(E))
         numbers = plgpu.SMEM((stages, ROWS), jnp.float32)
         pl.run_scoped(
             functools.partial(_dkv_kernel, plan, refs[:6], kept_ref, start_ref, refs[-2:]),
             (own, own),
-            (queries, queries, numbers, numbers),
+            (tiles, tiles, numbers, numbers),
             plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
             plgpu.Barrier(num_arrivals=4, num_barriers=stages),
             plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages),
@@ -140,7 +141,7 @@ def _launch_dkv(call, rows, kept, start, interpret):
         )
 
     shape = jax.ShapeDtypeStruct(k_BSKE.shape, k_BSKE.dtype)
-    return tile.launch(entry, [shape, shape], (K, pl.cdiv(S, plan.block_s), B), interpret)(*rows, *kept, *start)
+    return tile.launch(entry, "attention_dkv", [shape, shape], (K, pl.cdiv(S, plan.block_s), B), interpret)(*rows, *kept, *start)
 
 
 def _dkv_kernel(plan: Plan, inputs, kept_ref, start_ref, outputs, own_smem, query_smem, own_ready, ready, consumed):
@@ -177,19 +178,19 @@ def _dkv_kernel(plan: Plan, inputs, kept_ref, start_ref, outputs, own_smem, quer
             s, factor = tile.scores(plan, s)
             p = summed = jnp.exp2(s * factor - along_columns(lse, s.shape))
             if masked:
-                key, query = tile.positions(first, tile.nth_block(spans, n, num_clean) * ROWS + plan.offset, s.shape)
+                key, query = tile.positions(first, tile.nth_block(spans, n, num_clean) * plan.block_t + plan.offset, s.shape)
                 p = summed = jnp.where(tile.seen(plan, query, key), p, 0.0)
                 if kept is not None:
                     dp = jnp.where(query == key, dp * along_rows(kept, s.shape), dp)
                     summed = jnp.where(query == key, p * along_rows(kept, s.shape), p)
-            # Loaded this late it takes no registers from the exponential.
+            # In this order the fewest numbers are alive at once; two accumulators leave room for no more.
+            p, dp, summed = lax.optimization_barrier((p, dp, summed.astype(q_smem.dtype)))
             delta = tile.load(delta_smem.at[slot], plgpu.Layout.WGMMA.reduce(0))
             plgpu.commit_smem()  # lse and delta are read, and the next copy may take their place
             ds = p * (dp - along_columns(delta, s.shape))
             if plan.call.softcap is not None:
                 ds *= 1.0 - s * s
-            dtype = q_smem.dtype
-            dv, dk = tile.add_products((dv, summed.astype(dtype), dy), (dk, ds.astype(dtype), q))
+            dv, dk = tile.add_products((dv, summed, dy), (dk, ds.astype(q_smem.dtype), q))
             plgpu.barrier_arrive(consumed.at[slot])
             return dk, dv
 
@@ -212,7 +213,7 @@ def _dkv_kernel(plan: Plan, inputs, kept_ref, start_ref, outputs, own_smem, quer
 
         def fetch(n, slot):
             head = kv_head * group + lax.div(n, per_head)
-            rows = pl.ds(tile.nth_block(spans, lax.rem(n, per_head), num_clean) * ROWS, ROWS)
+            rows = pl.ds(tile.nth_block(spans, lax.rem(n, per_head), num_clean) * plan.block_t, plan.block_t)
             for source, target in ((q_ref, q_smem), (dy_ref, dy_smem)):
                 plgpu.copy_gmem_to_smem(source.at[batch, rows, head], target.at[slot], ready.at[slot])
             for source, target in ((lse_ref, lse_smem), (delta_ref, delta_smem)):

@@ -114,8 +114,9 @@ def feed(steps, stages: int, consumed, fetch):
     lax.fori_loop(filled, steps, refill, None)
 
 
-def launch(entry, out_type, grid, interpret):
+def launch(entry, name: str, out_type, grid, interpret: bool):
     """The launch that all Hopper kernels share: `grid` is (heads, blocks, batch rows)."""
+    entry.__name__ = name  # jax names the kernel after its function, and profiles show it
     simulator: Any = getattr(plgpu, "InterpretGPUParams", None)  # since jax 0.12
     return plgpu.kernel(
         entry,

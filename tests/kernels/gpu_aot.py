@@ -129,19 +129,23 @@ def vjp_of(backend, features, E, H, K, T, dtype):
     return both, (shape(2, T, H, E), shape(2, T, K, E), shape(2, T, K, E), shape(2, T, H, E), ids, sinks)
 
 
-def resources(ptx: str, architecture: str) -> dict:
-    """Registers and bytes spilled by each kernel of a PTX file, from ptxas."""
-    command = [nvcc() / "bin" / "ptxas", "-v", f"-arch={ARCHITECTURES[architecture][0]}", ptx, "-o", os.devnull]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    names = re.findall(r"Compiling entry function '(\w+)'", report)
-    registers, spills = re.findall(r"Used (\d+) registers", report), re.findall(r"(\d+) bytes spill stores", report)
+def resources(report: str) -> dict:
+    """Registers and bytes spilled by each kernel, from what ptxas says."""
+    names = re.findall(r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for", report)
+    registers, spills = re.findall(r"Used (\d+) registers", report), re.findall(r"(\d+) bytes spill stores, .*\n.*Used", report)
     return {n: {"registers": int(r), "spilled": int(s)} for n, r, s in zip(names, registers, spills, strict=True)}
+
+
+def assemble(ptx: str, architecture: str) -> str:
+    command = [nvcc() / "bin" / "ptxas", "-v", f"-arch={ARCHITECTURES[architecture][0]}", ptx, "-o", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def main(architecture: str, kind: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["CUDA_ROOT"] = str(nvcc())
     os.environ["PATH"] = f"{nvcc()}/bin:" + os.environ["PATH"]
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     with tempfile.TemporaryDirectory() as dump:
         os.environ["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={nvcc()} --xla_dump_to={dump}"
         from kernels.gpu import hopper, triton
@@ -149,11 +153,11 @@ def main(architecture: str, kind: str) -> None:
         backend, cases = {"triton": (triton.backend(), TRITON), "hopper": (hopper.backend(), HOPPER)}[kind]
         for case, (features, *sizes) in cases.items():
             memory = compile_for(architecture, *vjp_of(backend, features, *sizes)).memory_analysis()
-            found = {}
-            for ptx in glob.glob(f"{dump}/*.ptx"):
-                if "attention" in (text := pathlib.Path(ptx).read_text()) or "xsa_" in text:
-                    found |= resources(ptx, architecture)
-                os.remove(ptx)
+            found: dict = {}
+            for ptx in map(pathlib.Path, glob.glob(f"{dump}/*.ptx")):
+                if re.search(r"\.entry (attention|xsa)_", ptx.read_text()):
+                    found |= resources(assemble(str(ptx), architecture))
+                ptx.unlink()
             print(json.dumps({"case": case, "temporary_bytes": memory.temp_size_in_bytes, "kernels": found}), flush=True)
 
 

@@ -16,10 +16,25 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=f"install {missing}")
 def compiled(architecture: str, kind: str) -> dict[str, dict[str, dict[str, int]]]:
     """Case -> kernel -> registers and bytes spilled, of each case that compiled."""
     command = [sys.executable, "-m", "tests.kernels.gpu_aot", architecture, kind]
-    process = subprocess.run(command, cwd=REPO, env=subprocess_env(), capture_output=True, text=True, timeout=1200)
-    assert process.returncode == 0, process.stdout + process.stderr[-4000:]
-    print(process.stdout)
-    return {line["case"]: line["kernels"] for line in map(json.loads, process.stdout.splitlines())}
+    process = subprocess.run(
+        command, cwd=REPO, env=subprocess_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800
+    )
+    assert process.returncode == 0, process.stdout[-4000:]
+    found, report = {}, ""
+    for line in process.stdout.splitlines(keepends=True):
+        if line.startswith("{"):
+            case = json.loads(line)
+            # Mosaic GPU runs ptxas by itself and prints what it says before the case is done.
+            found[case["case"]] = case["kernels"] or gpu_aot.resources(report)
+            report = ""
+        else:
+            report += line
+    print(json.dumps(found, indent=1))
+    return found
+
+
+def forward_of(case: str) -> str:
+    return "attention_forward" if case.startswith("plain") else "xsa_forward"
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
@@ -27,8 +42,18 @@ def test_triton(architecture):
     found = compiled(architecture, "triton")
     assert found.keys() == gpu_aot.TRITON.keys()
     for case, kernels in found.items():
-        forward = "attention_forward" if case.startswith("plain") else "xsa_forward"
-        assert kernels.keys() == {forward, "attention_dq", "attention_dkv"}, case
+        assert kernels.keys() == {forward_of(case), "attention_dq", "attention_dkv"}, case
         trained = case not in ("causal 256", "float32 64")  # what models are trained with today
         bound = 700 if not trained else 0 if architecture == "sm_90" else 160
         assert all(kernel["spilled"] <= bound for kernel in kernels.values()), (case, kernels)
+
+
+def test_hopper():
+    found = compiled("sm_90", "hopper")
+    assert found.keys() == gpu_aot.HOPPER.keys()
+    for case, kernels in found.items():
+        assert kernels.keys() == {forward_of(case), "attention_dq", "attention_dkv"}, case
+        for name, kernel in kernels.items():
+            # Two accumulators of 64 x 128 leave too few registers for a mask: its loop, two blocks of a sweep, spills some.
+            bound = 300 if name == "attention_dkv" and case.endswith("128") else 0
+            assert kernel["spilled"] <= bound, (case, kernels)
