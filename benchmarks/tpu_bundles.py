@@ -32,7 +32,7 @@ T, E, BLOCK, COMPUTE = 4096, 128, 1024, 512
 FORWARD = ("first", "whole", "masked", "last")
 BACKWARD = ("first", "new", "whole", "masked", "done", "last")
 SPLASH = ("first", "run", "last")
-ROWS = ("head 0", "other heads")
+ROWS = ()
 KERNELS = {
     ("xsa", "forward"): {"xsa_forward": FORWARD},
     ("plain", "forward"): {"attention_forward": FORWARD},
@@ -50,7 +50,7 @@ def trips(regions: tuple[str, ...]) -> dict[str, int]:
     n = T // BLOCK
     pairs = n * (n + 1) // 2
     if regions is ROWS:
-        return {"step": n, "head 0": n, "other heads": 0}
+        return {"step": n}
     if regions is SPLASH:
         return {"step": n * n, "first": n, "run": pairs, "last": n}
     return {"step": pairs, "first": n, "last": n, "new": n, "done": n, "whole": pairs - n, "masked": n}
@@ -88,7 +88,7 @@ def weigh(listing: str, regions: tuple[str, ...]) -> dict[str, int]:
     if len(outer) < len(regions):
         raise SystemExit(f"expected the regions {regions}, found (address, bundles) {outer}")
     # Whatever large region comes before them belongs to the pipeline.
-    sizes = {name: n for name, (_, n) in zip(regions, outer[-len(regions) :], strict=True)}
+    sizes = {name: n for name, (_, n) in zip(regions, outer[len(outer) - len(regions) :], strict=True)}
     sizes["step"] = size - sum(sizes.values())
     often = trips(regions)
     return sizes | {"weighted": sum(n * often[name] for name, n in sizes.items())}
@@ -182,14 +182,16 @@ def main() -> None:
     if args.child:
         child(*args.child)
         return
-    report = {
+    report: dict = {
         "shape": {"T": T, "E": E, "heads": 1, "causal": True, "dtype": "bfloat16", "block": BLOCK, "compute": COMPUTE},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
         "date": datetime.date.today().isoformat(),
-        "chips": {chip: measure(chip, args.directions.split(",")) for chip in args.chips.split(",")},
+        "chips": {},
     }
-    if args.out:
-        pathlib.Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
+    for chip in args.chips.split(","):
+        report["chips"][chip] = measure(chip, args.directions.split(","))
+        if args.out:
+            pathlib.Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
