@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from kernels import compose, reference
+from kernels import blockwise, compose, reference
 from kernels.spec import CAUSAL, MaskSpec, Projection
 
 Impl = Literal["auto", "reference", "xla", "cudnn", "triton", "hopper"]
@@ -26,7 +26,7 @@ def _hopper(*call):
 
 IMPLEMENTATIONS = {
     "reference": reference.attention,
-    "xla": compose.xla,
+    "xla": blockwise.attention,
     "cudnn": compose.cudnn,
     "triton": _triton,
     "hopper": _hopper,

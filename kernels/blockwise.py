@@ -12,37 +12,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels.reference import visible
-from kernels.spec import MaskSpec
+from kernels import fused
+from kernels.fused import Call
+from kernels.reference import group, visible
 
+BLOCK = 512
 # A finite start for the running maximum: where a block hides all its keys from a row, exp(-inf - LOWEST) is 0 and not NaN.
 LOWEST = -1e30
 
 
-def forward(
-    q_BTKGE: jax.Array,
-    k_BSKE: jax.Array,
-    v_BSKE: jax.Array,
-    mask: MaskSpec,
-    skip_BTK: jax.Array | None,
-    sinks_KG: jax.Array | None,
-    softcap: float | None,
-    scale: float,
-    block: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns y [B, T, K, G, E] and the log-sum-exp of the scores [B, T, K, G] (sinks included), both in float32 or better.
+def attention(*call):
+    """`kernels.attention`'s "xla"."""
+    return fused.attention(BACKEND, *call)
 
-    Args:
-      skip_BTK: bool, the rows whose own value is left out of y, though its weight stays in the softmax; None: no row.
-    """
-    grid = _Grid(q_BTKGE, k_BSKE, mask, skip_BTK, softcap, scale, block)
-    q_NBKGtE, k_MBKsE, v_MBKsE = grid.queries(q_BTKGE), grid.keys(k_BSKE), grid.keys(v_BSKE)
-    wide = jnp.promote_types(q_BTKGE.dtype, jnp.float32)
 
+def _forward(call: Call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H):
+    if own_BTKE is None:
+        y_BTKGE, lse_BHT = _average(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, sinks_H, None)
+        return y_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype), lse_BHT, None
+    own_BTK1E = own_BTKE.astype(jnp.promote_types(q_BTHE.dtype, jnp.float32))[:, :, :, None]
+    inverse_BTK11, exact = call.inverse(jnp.sum(own_BTK1E * own_BTK1E, axis=-1, keepdims=True))
+    kept_BKT = jnp.logical_not(exact)[..., 0, 0].swapaxes(1, 2) if call.drop_diagonal else None
+    y_BTKGE, lse_BHT = _average(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, sinks_H, kept_BKT)
+    c_BTKG1 = jnp.sum(y_BTKGE * own_BTK1E, axis=-1, keepdims=True) * inverse_BTK11
+    alpha = 1 if alpha_H is None else alpha_H.reshape(k_BSKE.shape[2], -1, 1)
+    z_BTKGE = y_BTKGE - alpha * c_BTKG1 * own_BTK1E
+    return z_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype), lse_BHT, _numbers(c_BTKG1)
+
+
+def _average(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, sinks_H, kept_BKT):
+    """y [B, T, K, G, E] and the log-sum-exp [B, H, T], both in float32 or better."""
+    K, wide = k_BSKE.shape[2], jnp.promote_types(q_BTHE.dtype, jnp.float32)
+    grid = _Grid(call, q_BTHE, k_BSKE, segment_ids, kept_BKT)
+    q_NBKGtE, k_MBKsE, v_MBKsE = grid.queries(q_BTHE), grid.keys(k_BSKE), grid.keys(v_BSKE)
     m_NBKGt = jnp.full(q_NBKGtE.shape[:-1], LOWEST, wide)
     l_NBKGt = jnp.zeros_like(m_NBKGt)
-    if sinks_KG is not None:
-        sinks_KG1 = sinks_KG.astype(wide)[:, :, None]
+    if sinks_H is not None:
+        sinks_KG1 = sinks_H.astype(wide).reshape(K, -1, 1)
         m_NBKGt = jnp.maximum(m_NBKGt, sinks_KG1)
         l_NBKGt = jnp.exp(sinks_KG1 - m_NBKGt)
 
@@ -66,35 +72,15 @@ def forward(
     (acc_NBKGtE, m_NBKGt, l_NBKGt), _ = lax.scan(step, (jnp.zeros(q_NBKGtE.shape, wide), m_NBKGt, l_NBKGt), grid.pairs)
     # Only rows that fill up the last block can see nothing; they are cut off, but a NaN in them would stop a user who hunts NaNs.
     l_NBKGt = jnp.where(l_NBKGt > 0, l_NBKGt, 1)
-    y_NBKGtE = acc_NBKGtE / l_NBKGt[..., None]
-    lse_NBKGt = m_NBKGt + jnp.log(l_NBKGt)
-    return grid.rows(y_NBKGtE), grid.rows(lse_NBKGt[..., None])[..., 0]
+    lse_BTKG1 = grid.rows((m_NBKGt + jnp.log(l_NBKGt))[..., None])
+    return grid.rows(acc_NBKGtE / l_NBKGt[..., None]), _numbers(lse_BTKG1)
 
 
-def backward(
-    q_BTKGE: jax.Array,
-    k_BSKE: jax.Array,
-    v_BSKE: jax.Array,
-    mask: MaskSpec,
-    skip_BTK: jax.Array | None,
-    softcap: float | None,
-    scale: float,
-    block: int,
-    lse_BTKG: jax.Array,
-    dy_BTKGE: jax.Array,
-    delta_BTKG: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of q, k and v in float32 or better.
-
-    Args:
-      dy_BTKGE: the cotangent of y, rounded to the dtype of q.
-      delta_BTKG: rowsum(y * dy) of that rounded dy, in float32 or better.
-    """
-    grid = _Grid(q_BTKGE, k_BSKE, mask, skip_BTK, softcap, scale, block)
-    q_NBKGtE, k_MBKsE, v_MBKsE, dy_NBKGtE = grid.queries(q_BTKGE), grid.keys(k_BSKE), grid.keys(v_BSKE), grid.queries(dy_BTKGE)
-    lse_NBKGt1 = grid.queries(lse_BTKG[..., None])
-    delta_NBKGt1 = grid.queries(delta_BTKG[..., None])
-    wide, narrow = lse_BTKG.dtype, q_BTKGE.dtype
+def _backward(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, dv_BTKE):
+    grid = _Grid(call, q_BTHE, k_BSKE, segment_ids, kept_BKT)
+    q_NBKGtE, k_MBKsE, v_MBKsE, dy_NBKGtE = grid.queries(q_BTHE), grid.keys(k_BSKE), grid.keys(v_BSKE), grid.queries(dy_BTHE)
+    lse_NBKGt1, delta_NBKGt1 = (grid.queries(x_BHT.swapaxes(1, 2)[..., None]) for x_BHT in (lse_BHT, delta_BHT))
+    wide, narrow = lse_BHT.dtype, q_BTHE.dtype
 
     def step(carry, pair):
         dq_NBKGtE, dk_MBKsE, dv_MBKsE = carry
@@ -104,9 +90,9 @@ def backward(
         p_BKGts = jnp.where(grid.seen(i, j), jnp.exp(s_BKGts - lse_NBKGt1[i]), 0)
         dp_BKGts = grid.without_own(_dot("BKGtE,BKsE->BKGts", dy, v), i, j)
         ds_BKGts = p_BKGts * (dp_BKGts - delta_NBKGt1[i])
-        if softcap is not None:
-            ds_BKGts *= 1 - (s_BKGts / softcap) ** 2
-        ds_BKGts = (ds_BKGts * scale).astype(narrow)
+        if call.softcap is not None:
+            ds_BKGts *= 1 - (s_BKGts / call.softcap) ** 2
+        ds_BKGts = (ds_BKGts * call.scale).astype(narrow)
         p_narrow = grid.without_own(p_BKGts, i, j).astype(narrow)
         carry = (
             dq_NBKGtE.at[i].add(_dot("BKGts,BKsE->BKGtE", ds_BKGts, k)),
@@ -115,38 +101,45 @@ def backward(
         )
         return carry, None
 
-    zeros = (jnp.zeros(q_NBKGtE.shape, wide), jnp.zeros(k_MBKsE.shape, wide), jnp.zeros(v_MBKsE.shape, wide))
+    dv_MBKsE = jnp.zeros(v_MBKsE.shape, wide) if dv_BTKE is None else grid.keys(dv_BTKE)
+    zeros = (jnp.zeros(q_NBKGtE.shape, wide), jnp.zeros(k_MBKsE.shape, wide), dv_MBKsE)
     (dq_NBKGtE, dk_MBKsE, dv_MBKsE), _ = lax.scan(step, zeros, grid.pairs)
-    return grid.rows(dq_NBKGtE), grid.columns(dk_MBKsE), grid.columns(dv_MBKsE)
+    dq_BTHE = grid.rows(dq_NBKGtE).reshape(q_BTHE.shape)
+    return dq_BTHE.astype(narrow), grid.columns(dk_MBKsE).astype(narrow), grid.columns(dv_MBKsE).astype(narrow)
+
+
+BACKEND = fused.Backend(_forward, _backward, splits_by_itself=True)
 
 
 class _Grid:
     """How one call is cut into blocks, and what a query block sees of a key block."""
 
-    def __init__(self, q_BTKGE, k_BSKE, mask: MaskSpec, skip_BTK, softcap: float | None, scale: float, block: int):
-        self.T, self.S = q_BTKGE.shape[1], k_BSKE.shape[1]
-        self.t, self.s = min(block, self.T), min(block, self.S)
-        self.mask, self.softcap, self.scale = mask, softcap, scale
+    def __init__(self, call: Call, q_BTHE, k_BSKE, segment_ids, kept_BKT):
+        (_, self.T, _, _), (_, self.S, self.K, _) = q_BTHE.shape, k_BSKE.shape
+        self.t, self.s = min(BLOCK, self.T), min(BLOCK, self.S)
+        self.call = call
         N, M = -(-self.T // self.t), -(-self.S // self.s)
         i, j = np.divmod(np.arange(N * M, dtype=np.int32), M)
         # The most and the least that a key of block j can be ahead of a query of block i.
         least = j * self.s - (self.S - self.T + i * self.t + self.t - 1)
         most = least + self.s - 1 + self.t - 1
         active = np.ones(N * M, bool)
-        if mask.causal:
+        if call.causal:
             active &= least <= 0
-        if mask.window is not None:
-            active &= most > -mask.window
-            if not mask.causal:
-                active &= least < mask.window
+        if call.window is not None:
+            active &= most > -call.window
+            if not call.causal:
+                active &= least < call.window
         self.pairs = i[active], j[active]
-        if mask.segment_ids is not None:
-            self.q_ids_NBt = _cut(mask.segment_ids[:, self.S - self.T :], self.t)
-            self.k_ids_MBs = _cut(mask.segment_ids, self.s)
-        self.skip_NBtK = None if skip_BTK is None else _cut(skip_BTK, self.t)
+        self.ids = None
+        if segment_ids is not None:
+            self.ids = _cut(segment_ids[:, self.S - self.T :], self.t), _cut(segment_ids, self.s)
+        self.drops_NBtK = None
+        if call.drop_diagonal:
+            self.drops_NBtK = _cut(jnp.logical_not(kept_BKT).swapaxes(1, 2), self.t)
 
-    def queries(self, x_BTKGE: jax.Array) -> jax.Array:
-        return _cut(x_BTKGE, self.t).transpose(0, 1, 3, 4, 2, 5)
+    def queries(self, x_BTHE: jax.Array) -> jax.Array:
+        return _cut(group(x_BTHE, self.K), self.t).transpose(0, 1, 3, 4, 2, 5)
 
     def keys(self, x_BSKE: jax.Array) -> jax.Array:
         return _cut(x_BSKE, self.s).transpose(0, 1, 3, 2, 4)
@@ -160,8 +153,8 @@ class _Grid:
         return x_MBKsE.transpose(1, 0, 3, 2, 4).reshape(B, M * s, K, E)[:, : self.S]
 
     def scores(self, q_BKGtE: jax.Array, k_BKsE: jax.Array) -> jax.Array:
-        s_BKGts = _dot("BKGtE,BKsE->BKGts", q_BKGtE, k_BKsE) * self.scale
-        return s_BKGts if self.softcap is None else self.softcap * jnp.tanh(s_BKGts / self.softcap)
+        s_BKGts, softcap = _dot("BKGtE,BKsE->BKGts", q_BKGtE, k_BKsE) * self.call.scale, self.call.softcap
+        return s_BKGts if softcap is None else softcap * jnp.tanh(s_BKGts / softcap)
 
     def positions(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self.S - self.T + i * self.t + jnp.arange(self.t), j * self.s + jnp.arange(self.s)
@@ -169,18 +162,25 @@ class _Grid:
     def seen(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """What query block i sees of key block j: bool, broadcasts to [B, K, G, t, s]."""
         q_positions, k_positions = self.positions(i, j)
-        seen = visible(self.mask, q_positions, k_positions) & (k_positions < self.S)
-        if self.mask.segment_ids is None:
+        seen = visible(self.call.mask, q_positions, k_positions) & (k_positions < self.S)
+        if self.ids is None:
             return seen
-        return (seen & (self.q_ids_NBt[i][:, :, None] == self.k_ids_MBs[j][:, None, :]))[:, None, None]
+        q_ids_NBt, k_ids_MBs = self.ids
+        return (seen & (q_ids_NBt[i][:, :, None] == k_ids_MBs[j][:, None, :]))[:, None, None]
 
     def without_own(self, x_BKGts: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """x with 0 where a query of a skipped row meets its own key."""
-        if self.skip_NBtK is None:
+        """x with 0 where a query that drops its diagonal meets its own key."""
+        if self.drops_NBtK is None:
             return x_BKGts
         q_positions, k_positions = self.positions(i, j)
-        skip_BKt1 = self.skip_NBtK[i].transpose(0, 2, 1)[..., None]
-        return jnp.where((skip_BKt1 & (q_positions[:, None] == k_positions))[:, :, None], 0, x_BKGts)
+        drops_BKt1 = self.drops_NBtK[i].transpose(0, 2, 1)[..., None]
+        return jnp.where((drops_BKt1 & (q_positions[:, None] == k_positions))[:, :, None], 0, x_BKGts)
+
+
+def _numbers(x_BTKG1: jax.Array) -> jax.Array:
+    """-> [B, H, T]."""
+    B, T = x_BTKG1.shape[:2]
+    return x_BTKG1.reshape(B, T, -1).swapaxes(1, 2)
 
 
 def _cut(x_BT: jax.Array, size: int) -> jax.Array:

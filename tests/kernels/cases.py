@@ -104,3 +104,20 @@ def rounded(x, dtype):
     """Float inputs that `dtype` can hold, as float64 for the oracle, and the same with q, k and v in `dtype`."""
     exact = {name: np.asarray(jnp.asarray(a, dtype), np.float64) if a.dtype.kind == "f" else a for name, a in x.items()}
     return exact, {**exact, **{name: jnp.asarray(exact[name], dtype) for name in "qkv"}}
+
+
+def regimes(common):
+    """bfloat16 inputs with one batch row for each mean own weight in .02, .3, .7, .9, .997; values have a mean `common`."""
+    x = arrays(B=5, T=256, H=2, K=2, E=64)
+    x["k"] += np.array([0.0, 2.0, 3.2, 4.4, 8.0])[:, None, None, None] * x["q"] / 4
+    x["v"] += common * np.random.default_rng(1).normal(size=64)
+    return rounded(x, jnp.bfloat16)
+
+
+def relative(got, want):
+    """|error| / |value| of z, dq, dk and dv (first axis) in each batch row."""
+
+    def norms(x):
+        return np.linalg.norm(np.asarray(x, np.float64).reshape(len(x), -1), axis=1)
+
+    return np.stack([norms(np.asarray(got[name], np.float64) - want[name]) / norms(want[name]) for name in ("z", "dq", "dk", "dv")])

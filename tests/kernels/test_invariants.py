@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import MaskSpec, Projection, attention, compose
+from kernels import MaskSpec, Projection, attention, blockwise
 from tests.kernels import oracle
 from tests.kernels.cases import Variant, arrays, run
 
@@ -15,7 +15,7 @@ XSA = Projection()
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(compose, "BLOCK", 8)
+    monkeypatch.setattr(blockwise, "BLOCK", 8)
 
 
 @pytest.fixture(scope="module")

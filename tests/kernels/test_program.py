@@ -12,9 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kernels
-from kernels import MaskSpec, Projection, attention, compose
-from tests.helpers import subprocess_env
+from kernels import MaskSpec, Projection, attention, blockwise, fused
+from tests.helpers import subprocess_env, tiny_config
 from tests.kernels.cases import arrays
+from xsa_jax.model.transformer import build
 
 
 def shapes(B, T, H, K, E, dtype=jnp.float32):
@@ -35,8 +36,7 @@ def test_plain_attention_holds_no_xsa(impl, monkeypatch):
     lower = lambda **options: gradient(impl=impl, **options).lower(*shapes(1, 8, 2, 1, 4)).as_text()  # noqa: E731
     plain, xsa = ops(lower()), ops(lower(xsa=Projection()))
     assert len(xsa) > len(plain) + 10
-    for name in ("project", "_fully_projected"):
-        owner = compose if hasattr(compose, name) else kernels.reference
+    for owner, name in ((kernels.reference, "project"), (fused, "_rows"), (fused.Call, "inverse")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("called without xsa"))
     assert ops(lower()) == plain
 
@@ -56,28 +56,39 @@ def test_long_context_never_holds_all_scores():
 )  # fmt: skip
 def test_hidden_blocks_are_not_visited(mask, pairs, monkeypatch):
     """8 x 8 blocks of 8 tokens; a scan over the visible pairs is as long as there are pairs."""
-    monkeypatch.setattr(compose, "BLOCK", 8)
+    monkeypatch.setattr(blockwise, "BLOCK", 8)
     jaxpr = str(jax.make_jaxpr(lambda *qkv: attention(*qkv, mask=mask))(*shapes(1, 61, 1, 1, 4)))
     assert re.findall(r"length=(\d+)", jaxpr) == [str(pairs)]
 
 
-def test_saved_names_spare_the_second_forward_pass():
-    def layer(*qkv):
-        return attention(*qkv, xsa=Projection()).sum()
+@pytest.mark.parametrize("xsa", [None, Projection()], ids=["sa", "xsa"])
+def test_keeps_no_y(xsa):
+    """Forward saves its inputs, z, the log-sum-exp and, for the projection, one number per row; nothing in float32 but these."""
+    x = shapes(2, 24, 4, 2, 8, jnp.bfloat16)
+    _, pull = jax.eval_shape(lambda *qkv: jax.vjp(lambda *qkv: attention(*qkv, xsa=xsa, impl="xla"), *qkv), *x)
+    found = sorted((leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(pull))
+    z, number = ("bfloat16", (2, 24, 4, 8)), ("float32", (2, 4, 24))
+    assert found == sorted([(a.dtype.name, a.shape) for a in x] + [z] + [number] * (2 if xsa else 1))
 
-    def scans(policy):
-        rematted = jax.checkpoint(layer, policy=policy)
-        return str(jax.make_jaxpr(jax.grad(rematted, (0, 1, 2)))(*shapes(1, 8, 2, 1, 4))).count("= scan[")
 
-    policies = jax.checkpoint_policies
-    assert scans(policies.nothing_saveable) == 3
-    assert scans(policies.save_only_these_names("attention_out")) == 2
+@pytest.mark.parametrize("kind", ["sa", "xsa"])
+def test_a_rematerialised_layer_runs_attention_forward_once(kind):
+    """Under the model's policy "attention": the scans over blocks inside its scans over layers, forward and backward."""
+
+    def scans(remat):
+        model = build(tiny_config({"model.remat": remat, "attention.kind": kind, "attention.impl": "xla"}))
+        tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+        loss = jax.grad(lambda params, tokens: model.bind(params)(tokens)[0].sum())
+        return str(jax.make_jaxpr(loss)(model.abstract_params, tokens)).count("= scan[")
+
+    assert scans("full") - scans("attention") == 1
+    assert scans("attention") == scans("none")
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 def test_eight_devices_equal_one(heads, monkeypatch):
     """Batch over data and fsdp, heads over tensor: the same numbers, and nothing is sent but the sums of head-wise gradients."""
-    monkeypatch.setattr(compose, "BLOCK", 8)
+    monkeypatch.setattr(blockwise, "BLOCK", 8)
     x = arrays(B=4, H=heads[0], K=heads[1], dtype=np.float32)
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     spec = {"q": P(("data", "fsdp"), None, "tensor"), "segment_ids": P(("data", "fsdp")), "sinks": P("tensor")}

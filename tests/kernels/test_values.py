@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import kernels
-from kernels import MaskSpec, compose
+from kernels import MaskSpec, blockwise
 from tests.kernels import oracle
-from tests.kernels.cases import Variant, arrays, assert_close, errors, expected, rounded, run
+from tests.kernels.cases import Variant, arrays, assert_close, errors, expected, regimes, relative, rounded, run
 
 XSA = Variant(rule="clamp")
 RULES = {"sa": 1.0, "clamp": 1e-12, "clamped": 5.0, "add": 1e-2, "exact": 1e-12}
@@ -65,7 +65,7 @@ PAIRWISE = [
 
 @pytest.mark.parametrize("row", PAIRWISE, ids=lambda row: "-".join(map(str, row)))
 def test_xla_equals_oracle(row, monkeypatch):
-    monkeypatch.setattr(compose, "BLOCK", 8)  # 23 tokens: two whole blocks and a part of one
+    monkeypatch.setattr(blockwise, "BLOCK", 8)  # 23 tokens: two whole blocks and a part of one
     x = arrays()
     case = variant(x, *row)
     with jax.enable_x64(True):
@@ -75,7 +75,7 @@ def test_xla_equals_oracle(row, monkeypatch):
 @pytest.mark.fast
 @pytest.mark.parametrize("impl", ["reference", "xla"])
 def test_float32(impl, monkeypatch):
-    monkeypatch.setattr(compose, "BLOCK", 8)
+    monkeypatch.setattr(blockwise, "BLOCK", 8)
     x = arrays(dtype=np.float32)
     case = variant(x, True, 9, True, True, True, "clamp", True, False)
     assert_close(run(x, impl, case), expected(x, case), 2e-6)
@@ -85,7 +85,7 @@ def test_float32(impl, monkeypatch):
 def test_shapes(T, H, K, monkeypatch):
     x = arrays(T=T, H=H, K=K, dtype=np.float32)
     for block in (8, 512):
-        monkeypatch.setattr(compose, "BLOCK", block)
+        monkeypatch.setattr(blockwise, "BLOCK", block)
         assert_close(run(x, "xla", XSA), expected(x, XSA), 2e-6)
 
 
@@ -96,21 +96,17 @@ def test_plain_attention_is_what_jax_ships():
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
-@pytest.mark.parametrize(("pull", "own_weight"), [(0.0, 0.05), (2.0, 0.47), (6.0, 0.99)])
-@pytest.mark.parametrize(("common", "bound"), [(0.0, 0.005), (2.0, 0.007)])
-def test_bfloat16_budget(pull, own_weight, common, bound, monkeypatch):
-    """|error| / |value| stays near the 0.0017 that rounding the result costs, however much a token attends to itself."""
-    monkeypatch.setattr(compose, "BLOCK", 32)
-    x = arrays(B=1, T=96, H=2, K=2, E=64)
-    x["k"] += pull * x["q"] / 4
-    x["v"] += common * np.random.default_rng(1).normal(size=64)
-    x, narrow = rounded(x, jnp.bfloat16)
+@pytest.mark.parametrize("common", [0.0, 2.0])
+def test_bfloat16_budget(common, monkeypatch):
+    """Half a percent, where rounding the result alone costs 0.17, however much tokens attend to themselves."""
+    monkeypatch.setattr(blockwise, "BLOCK", 64)
+    x, narrow = regimes(common)
     want = expected(x, XSA)
-    assert np.mean(np.diagonal(want["p"], axis1=2, axis2=3)) == pytest.approx(own_weight, abs=0.02)
-    for impl, most in (("reference", 0.002), ("xla", bound)):
-        for name, a in run(narrow, impl, XSA).items():
-            error = np.linalg.norm(np.asarray(a, np.float64) - want[name]) / np.linalg.norm(want[name])
-            assert error <= most, (impl, name, error)
+    own_weights = np.diagonal(want["p"], axis1=2, axis2=3).mean((1, 2))
+    np.testing.assert_allclose(own_weights, [0.02, 0.3, 0.7, 0.9, 0.997], atol=0.06)
+    for impl, most in (("reference", 0.002), ("xla", 0.005)):
+        found = relative(run(narrow, impl, XSA), want)
+        assert (found <= most).all(), (impl, found)
 
 
 def test_weights_are_the_oracles():
@@ -124,7 +120,7 @@ def test_weights_are_the_oracles():
 
 def test_tail_of_the_queries_is_the_end_of_the_whole(monkeypatch):
     """Chunked prefill and decoding: fewer queries than keys, own values given."""
-    monkeypatch.setattr(compose, "BLOCK", 8)
+    monkeypatch.setattr(blockwise, "BLOCK", 8)
     x = arrays(dtype=np.float32)
     mask = MaskSpec(window=6, segment_ids=x["segment_ids"])
     for impl in ("reference", "xla"):

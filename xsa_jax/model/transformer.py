@@ -176,5 +176,5 @@ _REMAT = {
     "none": lambda body: body,
     "full": _checkpointed(jax.checkpoint_policies.nothing_saveable),
     "dots": _checkpointed(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
-    "attention": _checkpointed(jax.checkpoint_policies.save_only_these_names("attention_out")),
+    "attention": _checkpointed(jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse", "attention_c")),
 }
