@@ -8,10 +8,16 @@ import jax.numpy as jnp
 from kernels import blockwise, compose, reference
 from kernels.spec import CAUSAL, MaskSpec, Projection
 
-Impl = Literal["auto", "reference", "xla", "cudnn", "triton", "hopper"]
+Impl = Literal["auto", "reference", "xla", "cudnn", "tpu", "triton", "hopper"]
 
 
-# Imported when asked for: loading the GPU compilers takes a moment, and jax has announced the end of one of them.
+# Imported when asked for: loading the kernel compilers takes a moment, and jax has announced the end of one of them.
+def _tpu(*call):
+    from kernels import tpu
+
+    return tpu.attention(*call)
+
+
 def _triton(*call):
     from kernels.gpu import triton
 
@@ -28,6 +34,7 @@ IMPLEMENTATIONS = {
     "reference": reference.attention,
     "xla": blockwise.attention,
     "cudnn": compose.cudnn,
+    "tpu": _tpu,
     "triton": _triton,
     "hopper": _hopper,
 }
@@ -132,6 +139,11 @@ def check(
             "sinks_H": sinks,
             "softcap": softcap is not None,
             "mask.causal with fewer queries than keys": tail and causal,
+        }
+    if impl == "tpu":
+        refused = {
+            f"dtype={dtype}": dtype not in ("bfloat16", "float32"),
+            f"head_dim={head_dim} (only up to 256)": head_dim > 256,
         }
     if impl == "triton":
         refused = {"dtype=float64": dtype == "float64", f"head_dim={head_dim} (only up to 256)": head_dim > 256}

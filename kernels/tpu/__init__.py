@@ -7,7 +7,7 @@ from kernels import fused
 from kernels.tpu import backward, forward, rows
 from kernels.tpu.schedule import Blocks
 
-__all__ = ["Blocks", "backend"]
+__all__ = ["Blocks", "attention", "backend"]
 
 
 @functools.cache
@@ -24,3 +24,8 @@ def backend(forward_blocks: Blocks | None = None, backward_blocks: Blocks | None
         functools.partial(backward.backward, backward_blocks, interpret),
         functools.partial(rows.rows, interpret),
     )
+
+
+def attention(*call: Any) -> Any:
+    """`fused.attention` by these kernels, compiled with the block sizes of the table."""
+    return fused.attention(backend(), *call)
