@@ -1,0 +1,43 @@
+"""What is sent to a GPU runs: all of `benchmarks/device.sh`, tiny and on the CPU, without the packages that such machines lack."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import train_step
+from configs import sa_0p7b, xsa_0p7b
+from tests.helpers import REPO, subprocess_env
+
+
+@pytest.mark.parametrize(("kind", "config"), [("sa", sa_0p7b), ("xsa", xsa_0p7b)])
+def test_the_step_that_is_timed_is_the_papers(kind, config):
+    ours, theirs = train_step.config_tree(kind, "auto", 256, tiny=False), config.get_config().to_dict()
+    assert ours.pop("mesh") == {"data": 1, "fsdp": 1, "tensor": 1}
+    theirs.pop("mesh")
+    assert ours == theirs
+
+
+def test_device_script(tmp_path):
+    for absent in ("grain", "ml_collections"):
+        (tmp_path / absent).mkdir()
+        (tmp_path / absent / "__init__.py").write_text("raise ImportError('not on this machine')\n")
+    env = subprocess_env(PYTHON=sys.executable, PYTHONPATH=str(tmp_path))
+    done = subprocess.run(
+        ["sh", REPO / "benchmarks/device.sh", tmp_path / "out"], env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "CANNOT IMPORT" not in done.stdout
+    kernels = json.loads((tmp_path / "out/gpu_kernels.json").read_text())
+    values = [row for row in kernels["rows"] if "wrong" in row]
+    assert {row["implementation"] for row in values} == {"triton sa", "triton xsa", "xla sa", "xla xsa"}
+    assert not any(row["wrong"] for row in values)
+    timed = [row for row in kernels["rows"] if "ms" in row]
+    assert len(timed) == 2 * len(values)
+    # One float32 number for each of 64 tokens and 2 heads is all that XSA keeps beyond plain attention.
+    kept = {row["implementation"]: row["residual MB"] * 2**20 for row in timed}
+    assert kept["triton xsa"] - kept["triton sa"] == 64 * 2 * 4
+    steps = json.loads((tmp_path / "out/gpu_train_step.json").read_text())
+    assert {row["kind"] for row in steps["rows"]} == {"sa", "xsa"}
+    assert all(row["ms"] > 0 and 4 < row["loss"] < 7 for row in steps["rows"])
