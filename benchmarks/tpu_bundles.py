@@ -1,12 +1,14 @@
 """The static cost of the TPU kernels, on a machine that has no TPU: VLIW bundles of each region times how often the region runs.
 
-    python benchmarks/tpu_bundles.py --chips v5e,v6e --out benchmarks/results/tpu_bundles.json
+    python benchmarks/tpu_bundles.py --out benchmarks/results/tpu_bundles.json
+    python benchmarks/tpu_bundles.py --chips v5e --check benchmarks/results/tpu_bundles.json
 
 One bundle is one issued instruction word, so the weighted sum is the cycles of a kernel that never waits for memory. It is
 deterministic for one libtpu, and knows nothing of copies that are not hidden. Compared at the same block sizes: the fused kernels
-with the projection (`xsa`), the same kernels without it (`plain`), and jax's own splash attention (`splash`; its backward pass is
-two kernels), for one head of T = 4096 tokens, E = 128, causal, bfloat16. Beside them, in the compiler's own estimate of cycles,
-what XLA adds around each kernel: the projection as a separate epilogue (`composed`), and the row-local half of the backward pass.
+with the projection (`xsa`; backward also the kernel that makes dy), the same kernels without it (`plain`), and jax's own splash
+attention (`splash`; its backward pass is two kernels), for one head of T = 4096 tokens, E = 128, causal, bfloat16. Beside them, in
+the compiler's own estimate of cycles, what XLA adds `around` the kernels: rowsum(z * dz) of the plain forms, and the projection as
+a separate epilogue (`composed`).
 
 Needs `pip install "jax[tpu]"`. Takes a few minutes for each chip.
 """
@@ -32,8 +34,8 @@ T, E, BLOCK, COMPUTE = 4096, 128, 1024, 512
 FORWARD = ("first", "whole", "masked", "last")
 BACKWARD = ("first", "new", "whole", "masked", "done", "last")
 SPLASH = ("first", "run", "last")
-ROWS = ()
-KERNELS = {
+ROWS: tuple[str, ...] = ()
+KERNELS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("xsa", "forward"): {"xsa_forward": FORWARD},
     ("plain", "forward"): {"attention_forward": FORWARD},
     ("splash", "forward"): {"splash_mha_fwd": SPLASH},
@@ -172,11 +174,23 @@ def measure(chip: str, directions: list[str]) -> dict:
     return result
 
 
+def grown(now: dict, stored: dict) -> list[str]:
+    """Where our kernels cost 2% more than stored."""
+    return [
+        f"{chip} {direction} {kind}: {row['kernels'][kind]} for {stored[chip][direction]['kernels'][kind]}"
+        for chip, directions in now.items()
+        for direction, row in directions.items()
+        for kind in ("xsa", "plain")
+        if row["kernels"][kind] > 1.02 * stored[chip][direction]["kernels"][kind]
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", default=",".join(CHIPS))
     parser.add_argument("--directions", default="forward,backward")
-    parser.add_argument("--out")
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--check", type=pathlib.Path, help="fail where our kernels cost 2% more than in this stored result")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -191,7 +205,9 @@ def main() -> None:
     for chip in args.chips.split(","):
         report["chips"][chip] = measure(chip, args.directions.split(","))
         if args.out:
-            pathlib.Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.check and (worse := grown(report["chips"], json.loads(args.check.read_text())["chips"])):
+        raise SystemExit("cost more than 2% more bundles than stored: " + "; ".join(worse))
 
 
 if __name__ == "__main__":
