@@ -1,17 +1,31 @@
-"""The one public function, and the check of what each implementation can honour."""
+"""The one public function, and the check of what a call asks for."""
 
+import logging
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from kernels import blockwise, compose, reference
+from kernels import blockwise, reference, support
 from kernels.spec import CAUSAL, MaskSpec, Projection
 
-Impl = Literal["auto", "reference", "xla", "cudnn", "tpu", "triton", "hopper"]
+Impl = Literal["auto", "reference", "xla", "cudnn", "splash", "tpu", "triton", "hopper"]
+log = logging.getLogger("kernels")
 
 
 # Imported when asked for: loading the kernel compilers takes a moment, and jax has announced the end of one of them.
+def _cudnn(*call):
+    from kernels import compose
+
+    return compose.cudnn(*call)
+
+
+def _splash(*call):
+    from kernels import compose
+
+    return compose.splash(*call)
+
+
 def _tpu(*call):
     from kernels import tpu
 
@@ -33,7 +47,8 @@ def _hopper(*call):
 IMPLEMENTATIONS = {
     "reference": reference.attention,
     "xla": blockwise.attention,
-    "cudnn": compose.cudnn,
+    "cudnn": _cudnn,
+    "splash": _splash,
     "tpu": _tpu,
     "triton": _triton,
     "hopper": _hopper,
@@ -69,11 +84,12 @@ def attention(
       scale: what q . k is multiplied with; E ** -0.5 by default.
       v_self_BTKE: the own values of the T query tokens where they are not `v_BSKE` itself: chunked prefill and decoding. The
         queries are then the last T of the S tokens.
-      impl: "auto", or an implementation by name. It honours everything it is given or raises.
+      impl: "auto", or an implementation by name. It honours everything it is given or raises; `check` says what "auto" is.
 
     Returns:
-      z_BTHE in the dtype of q. With impl="xla" the policy `jax.checkpoint_policies.save_only_these_names("attention_out")` spares a
-      rematerialised layer its second forward pass of attention.
+      z_BTHE in the dtype of q. What "xla", "tpu", "triton" and "hopper" keep for the backward pass beside their inputs is named
+      "attention_out", "attention_lse" and "attention_c": with the policy `jax.checkpoint_policies.save_only_these_names` of these a
+      rematerialised layer runs attention forward once.
 
     Raises:
       ValueError: at trace time, naming the argument.
@@ -89,6 +105,7 @@ def attention(
         sinks=sinks_H is not None,
         softcap=softcap,
         tail=q_BTHE.shape[1] != k_BSKE.shape[1],
+        lengths=(q_BTHE.shape[1], k_BSKE.shape[1]),
         xsa=xsa,
     )
     scale = q_BTHE.shape[-1] ** -0.5 if scale is None else scale
@@ -96,7 +113,7 @@ def attention(
 
 
 def check(
-    impl: str,
+    impl: Impl = "auto",
     *,
     dtype: Any,
     head_dim: int,
@@ -106,12 +123,14 @@ def check(
     sinks: bool = False,
     softcap: float | None = None,
     tail: bool = False,
+    lengths: tuple[int, ...] = (),
     xsa: Projection | None = None,
 ) -> str:
     """The implementation that `attention` runs for these features: `impl` itself, or what "auto" picks. Needs no arrays.
 
     Args:
       tail: the queries are fewer than the keys (chunked prefill, decoding).
+      lengths: how many queries and keys there are, where that is known; some implementations take only multiples of 128.
 
     Raises:
       ValueError: names the argument that is wrong, or the feature that the implementation cannot honour.
@@ -126,36 +145,13 @@ def check(
         _need(xsa.zero_rule in ("clamp", "add", "exact"), "xsa.zero_rule", xsa.zero_rule, "'clamp', 'add' or 'exact'")
         _need(xsa.zero_rule == "exact" or (_is_number(xsa.eps) and xsa.eps > 0), "xsa.eps", xsa.eps, "a positive number")
     _need(impl == "auto" or impl in IMPLEMENTATIONS, "impl", impl, f"'auto' or one of {', '.join(IMPLEMENTATIONS)}")
-    if impl == "auto":
-        # The only one that is fast, honours every feature and had its values checked. cuDNN joins once a device has checked it.
-        return "xla"
-    refused = {}
-    if impl == "cudnn":
-        refused = {
-            f"dtype={dtype}": dtype not in ("bfloat16", "float16"),
-            f"head_dim={head_dim} (only multiples of 8 up to 256)": head_dim % 8 != 0 or head_dim > 256,
-            "mask.segment_ids": segments,
-            "mask.window without mask.causal": window is not None and not causal,
-            "sinks_H": sinks,
-            "softcap": softcap is not None,
-            "mask.causal with fewer queries than keys": tail and causal,
-        }
-    if impl == "tpu":
-        refused = {
-            f"dtype={dtype}": dtype not in ("bfloat16", "float32"),
-            f"head_dim={head_dim} (only up to 256)": head_dim > 256,
-        }
-    if impl == "triton":
-        refused = {"dtype=float64": dtype == "float64", f"head_dim={head_dim} (only up to 256)": head_dim > 256}
-    if impl == "hopper":
-        refused = {
-            f"dtype={dtype}": dtype not in ("bfloat16", "float16"),
-            f"head_dim={head_dim} (only 64, 80, 96 and 128)": head_dim not in (64, 80, 96, 128),
-            "mask.segment_ids": segments,
-        }
-    named = ", ".join(feature for feature, found in refused.items() if found)
-    _need(not named, "impl", f"{impl!r}, which cannot honour {named}", "'xla', which can")
-    return impl
+    asked = support.Asked(dtype, head_dim, causal, window, segments, sinks, softcap, tail, lengths)
+    name = support.pick(asked) if impl == "auto" else impl
+    lacking = support.lacking(name, asked)
+    able = [repr(name) for name in IMPLEMENTATIONS if not support.lacking(name, asked)]
+    _need(not lacking, "impl", f"{name!r}, which cannot honour {', '.join(lacking)}", f"one that can: {', '.join(able)}")
+    log.info("impl=%r runs %s for %s", impl, name, asked)
+    return name
 
 
 def _check_arrays(

@@ -5,6 +5,7 @@ its own residuals. What y was rounded to is all that the projection sees, and wh
 themselves; README.md has the numbers.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -49,7 +50,7 @@ def splash(
     softcap: float | None,
     scale: float,
 ) -> jax.Array:
-    """The TPU flash attention that ships with jax. `api.check` has refused what it cannot honour."""
+    """The TPU flash attention that ships with jax; on a CPU, interpreted. `api.check` has refused what it cannot honour."""
     attend: Any = fused.on_mesh(lambda q, k, v, _, ids, *none: _splash(q, k, v, ids, mask, softcap, scale))
     y_BTHE = attend(q_BTHE, k_BSKE, v_BSKE, None, mask.segment_ids, None, None)
     return _project(y_BTHE, v_BSKE if v_self_BTKE is None else v_self_BTKE, xsa)
@@ -57,9 +58,6 @@ def splash(
 
 def _splash(q_BTHE, k_BSKE, v_BSKE, segment_ids, mask: MaskSpec, softcap: float | None, scale: float):
     (_, T, H, _), S = q_BTHE.shape, k_BSKE.shape[1]
-    for argument, length in (("q_BTHE", T), ("k_BSKE", S)):
-        if length % 128:
-            raise ValueError(f"{argument}: found {length} tokens, expected a multiple of 128 for impl='splash'; 'tpu' takes any")
     shape, offset = (T, S), S - T
     shown: splash_attention.Mask
     if mask.window is not None:
@@ -68,8 +66,10 @@ def _splash(q_BTHE, k_BSKE, v_BSKE, segment_ids, mask: MaskSpec, softcap: float 
         shown = splash_attention.CausalMask(shape, offset)
     else:
         shown = splash_attention.FullMask(shape)
+    b = math.gcd(T, S, 512)
     kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([shown] * H),
+        block_sizes=splash_attention.BlockSizes(b, b, b, b, b, b, b, b),
         attn_logits_soft_cap=softcap,
         head_shards=1,
         q_seq_shards=1,

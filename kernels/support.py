@@ -1,0 +1,129 @@
+"""What each implementation honours, how its values were checked, and which one "auto" takes. Nothing else decides this."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+
+
+class Asked(NamedTuple):
+    """What a call asks for, as far as the choice of an implementation depends on it."""
+
+    dtype: str
+    head_dim: int
+    causal: bool
+    window: int | None
+    segments: bool
+    sinks: bool
+    softcap: float | None
+    tail: bool
+    lengths: tuple[int, ...]
+
+
+# What a call may need, in the words of error messages and of the table.
+FEATURES: dict[str, Callable[[Asked], bool]] = {
+    "mask.causal": lambda a: a.causal,
+    "mask.causal=False": lambda a: not a.causal,
+    "mask.window": lambda a: a.window is not None and a.causal,
+    "mask.window with mask.causal=False": lambda a: a.window is not None and not a.causal,
+    "mask.segment_ids": lambda a: a.segments,
+    "sinks_H": lambda a: a.sinks,
+    "softcap": lambda a: a.softcap is not None,
+    "mask.causal with fewer queries than keys": lambda a: a.tail and a.causal,
+    "a length that is no multiple of 128": lambda a: any(length % 128 for length in a.lengths),
+    "dtype=bfloat16": lambda a: a.dtype == "bfloat16",
+    "dtype=float16": lambda a: a.dtype == "float16",
+    "dtype=float32": lambda a: a.dtype == "float32",
+    "dtype=float64": lambda a: a.dtype == "float64",
+    "head_dim 64 or 128": lambda a: a.head_dim in (64, 128),
+    "head_dim 80 or 96": lambda a: a.head_dim in (80, 96),
+    "another multiple of 8 up to 256 as head_dim": lambda a: (
+        a.head_dim % 8 == 0 and a.head_dim <= 256 and a.head_dim not in (64, 80, 96, 128)
+    ),
+    "a head_dim up to 256 that 8 does not divide": lambda a: a.head_dim % 8 != 0 and a.head_dim <= 256,
+    "head_dim above 256": lambda a: a.head_dim > 256,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """One implementation.
+
+    Attributes:
+      checked: how its values were. "run": as it is, on a CPU, against the float64 oracle. "interpreted": the same, with its kernels
+        interpreted; a compiler for the device took them. "simulated": interpreted with jnp.dot in the place of the tensor cores.
+        "compiled": values not at all.
+      lacks: the rows of `FEATURES` that it cannot honour.
+    """
+
+    checked: Literal["run", "interpreted", "simulated", "compiled"]
+    lacks: tuple[str, ...] = ()
+
+
+SUPPORT = {
+    "reference": Support("run"),
+    "xla": Support("run"),
+    "cudnn": Support(
+        "compiled",
+        (
+            "mask.window with mask.causal=False",
+            "mask.segment_ids",
+            "sinks_H",
+            "softcap",
+            "mask.causal with fewer queries than keys",
+            "dtype=float32",
+            "dtype=float64",
+            "a head_dim up to 256 that 8 does not divide",
+            "head_dim above 256",
+        ),
+    ),
+    # jax's own gradient of the sinks adds up all heads.
+    "splash": Support(
+        "interpreted",
+        ("sinks_H", "a length that is no multiple of 128", "dtype=float16", "dtype=float64", "head_dim above 256"),
+    ),
+    "tpu": Support("interpreted", ("dtype=float16", "dtype=float64", "head_dim above 256")),
+    "triton": Support("interpreted", ("dtype=float64", "head_dim above 256")),
+    "hopper": Support(
+        "simulated",
+        (
+            "mask.segment_ids",
+            "a length that is no multiple of 128",
+            "dtype=float32",
+            "dtype=float64",
+            "another multiple of 8 up to 256 as head_dim",
+            "a head_dim up to 256 that 8 does not divide",
+            "head_dim above 256",
+        ),
+    ),
+}
+
+# In order of preference; "xla" where none of these honours the call. Only implementations whose values were checked belong here.
+# On a GPU that rules out cuDNN for now, which is up to 1.7 times as fast as a Triton kernel but rounds y before it is projected.
+AUTO = {"tpu": ("tpu",), "gpu": ("triton",)}
+
+
+def lacking(impl: str, asked: Asked) -> list[str]:
+    """What `impl` cannot honour of a call."""
+    return [feature for feature in SUPPORT[impl].lacks if FEATURES[feature](asked)]
+
+
+def pick(asked: Asked) -> str:
+    """What "auto" takes for a call on this machine."""
+    return next((impl for impl in AUTO.get(_device(), ()) if not lacking(impl, asked)), "xla")
+
+
+def _device() -> str:
+    """The key of `AUTO` of the default device; "other" for a GPU that the kernels were not compiled for."""
+    if jax.default_backend() != "gpu":
+        return jax.default_backend()
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))  # "9.0"; an AMD chip has a name here
+    return "gpu" if capability[:1].isdigit() and float(capability) >= 8 else "other"
+
+
+def table() -> str:
+    """The table of README.md, feature x implementation: "-" where it raises, else how its values were checked."""
+    rows = [["", *SUPPORT], ["---"] * (len(SUPPORT) + 1)]
+    rows += [[feature, *("-" if feature in s.lacks else s.checked for s in SUPPORT.values())] for feature in FEATURES]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,0 +1,162 @@
+"""The support table is true: what it says is honoured gives the oracle's values, what it says is not raises and is named."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kernels
+from kernels import MaskSpec, Projection, api, fused, support, tpu
+from kernels.support import FEATURES, SUPPORT
+from tests.kernels.cases import Variant, arrays, expected, rounded, run
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A call that has the feature, and else as little as possible."""
+
+    mask: str = "causal"
+    dtype: str = "bfloat16"
+    E: int = 64
+    T: int = 128
+    S: int = 128
+    sinks: bool = False
+    softcap: float | None = None
+
+
+CELLS = {
+    "mask.causal": Cell(),
+    "mask.causal=False": Cell("full"),
+    "mask.window": Cell("window"),
+    "mask.window with mask.causal=False": Cell("band"),
+    "mask.segment_ids": Cell("segments"),
+    "sinks_H": Cell(sinks=True),
+    "softcap": Cell(softcap=1.5),
+    "mask.causal with fewer queries than keys": Cell(S=256),
+    "a length that is no multiple of 128": Cell(T=100, S=100),
+    "dtype=bfloat16": Cell(),
+    "dtype=float16": Cell(dtype="float16"),
+    "dtype=float32": Cell(dtype="float32"),
+    "dtype=float64": Cell(dtype="float64"),
+    "head_dim 64 or 128": Cell(),
+    "head_dim 80 or 96": Cell(E=80),
+    "another multiple of 8 up to 256 as head_dim": Cell(E=32),
+    "a head_dim up to 256 that 8 does not divide": Cell(E=36),
+    "head_dim above 256": Cell(E=264),
+}
+MASKS = {
+    "causal": lambda ids: MaskSpec(),
+    "full": lambda ids: MaskSpec(causal=False),
+    "window": lambda ids: MaskSpec(window=30),
+    "band": lambda ids: MaskSpec(causal=False, window=30),
+    "segments": lambda ids: MaskSpec(segment_ids=ids),
+}
+# |error| / |value|; what is composed rounds y first.
+BOUND = {"bfloat16": 0.006, "float16": 0.001, "float32": 1e-5, "float64": 1e-12}
+
+
+@functools.cache
+def inputs(cell):
+    """The inputs in float64, in the cell's dtype, and the oracle's results."""
+    x = arrays(B=1, T=cell.T, S=cell.S, H=2, K=1, E=cell.E)
+    exact, narrow = rounded(x, cell.dtype)
+    case = Variant(MASKS[cell.mask](jnp.asarray(x["segment_ids"])), "clamp")
+    case = dataclasses.replace(case, sinks=exact["sinks"] if cell.sinks else None, softcap=cell.softcap)
+    if cell.S > cell.T:
+        case = dataclasses.replace(case, v_self=exact["v"][:, -cell.T :])
+    given = case if case.v_self is None else dataclasses.replace(case, v_self=narrow["v"][:, -cell.T :])
+    return narrow, given, expected(exact, case)
+
+
+@functools.cache
+def measured(impl, cell):
+    """|error| / |value| of z and every gradient."""
+    with jax.enable_x64(cell.dtype == "float64"):
+        x, case, want = inputs(cell)
+        got = {name: np.asarray(a, np.float64) for name, a in run(x, impl, case).items()}
+    return {name: np.linalg.norm(a - want[name]) / np.linalg.norm(want[name]) for name, a in got.items()}
+
+
+@pytest.mark.parametrize("impl", SUPPORT)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_cell(feature, impl, monkeypatch):
+    cell, kind = CELLS[feature], SUPPORT[impl]
+    if feature in kind.lacks:
+        with pytest.raises(ValueError, match=f"{impl}', which cannot honour .*{feature}"):
+            measured(impl, cell)
+    elif kind.checked in ("run", "interpreted"):
+        monkeypatch.setitem(api.IMPLEMENTATIONS, "tpu", functools.partial(fused.attention, tpu.backend(interpret=True)))
+        if impl != "splash":  # the others take any length: a short one is faster
+            cell = dataclasses.replace(cell, T=cell.T // 4, S=cell.S // 4)
+        found = measured(impl, cell)
+        assert max(found.values()) <= BOUND[cell.dtype], found
+    else:
+        pytest.skip(f"{impl} is only {kind.checked}: this machine cannot run it")
+
+
+@pytest.mark.fast
+def test_every_call_has_the_feature_that_its_cell_is_for():
+    for feature, cell in CELLS.items():
+        asked = support.Asked(
+            cell.dtype,
+            cell.E,
+            cell.mask not in ("full", "band"),
+            30 if cell.mask in ("window", "band") else None,
+            cell.mask == "segments",
+            cell.sinks,
+            cell.softcap,
+            cell.S > cell.T,
+            (cell.T, cell.S),
+        )
+        assert FEATURES[feature](asked)
+    assert list(CELLS) == list(FEATURES)
+    assert list(SUPPORT) == list(api.IMPLEMENTATIONS)
+    assert all(feature in FEATURES for kind in SUPPORT.values() for feature in kind.lacks)
+
+
+PLAIN = {"dtype": "bfloat16", "head_dim": 64}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("device", "features", "name"),
+    [
+        ("cpu", {}, "xla"),
+        ("tpu", {}, "tpu"),
+        ("tpu", {"window": 9, "causal": False, "segments": True, "sinks": True, "softcap": 3.0, "lengths": (100, 100)}, "tpu"),
+        ("tpu", {"dtype": "float16"}, "xla"),
+        ("tpu", {"head_dim": 512}, "xla"),
+        ("gpu", {"segments": True, "xsa": Projection()}, "triton"),
+        ("gpu", {"dtype": "float64"}, "xla"),
+        ("other", {}, "xla"),
+    ],
+)
+def test_auto(device, features, name, monkeypatch):
+    monkeypatch.setattr(support, "_device", lambda: device)
+    assert kernels.check(**{**PLAIN, **features}) == name
+
+
+@pytest.mark.fast
+def test_auto_takes_nothing_whose_values_were_not_checked():
+    for device, names in support.AUTO.items():
+        assert all(SUPPORT[name].checked in ("run", "interpreted") for name in names), device
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("capability", "device"), [("9.0", "gpu"), ("10.0", "gpu"), ("7.5", "other"), ("gfx942", "other")])
+def test_gpus_that_the_kernels_were_not_compiled_for(capability, device, monkeypatch):
+    chip = type("Device", (), {"compute_capability": capability})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [chip])
+    assert support._device() == device
+
+
+@pytest.mark.fast
+def test_says_what_it_runs(caplog):
+    with caplog.at_level("INFO", "kernels"):
+        kernels.check("auto", **PLAIN, segments=True)
+    assert "impl='auto' runs xla" in caplog.text
+    assert "segments=True" in caplog.text
