@@ -5,10 +5,11 @@ E head dim.
 """
 
 from kernels.api import attention, check
+from kernels.decode import project
 from kernels.reference import weights
 from kernels.spec import MaskSpec, Projection
 
-__all__ = ["MaskSpec", "Projection", "attention", "check", "weights"]
+__all__ = ["MaskSpec", "Projection", "attention", "check", "project", "weights"]
 
 # transformers looks for another package of this name and compares its version. This one is below every version that it accepts,
 # so that it goes on without that package; with none it would fail to parse "N/A".

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels import blockwise, reference, support
-from kernels.spec import CAUSAL, MaskSpec, Projection
+from kernels.spec import CAUSAL, MaskSpec, Projection, need
 
 Impl = Literal["auto", "reference", "xla", "cudnn", "splash", "tpu", "triton", "hopper"]
 log = logging.getLogger("kernels")
@@ -136,20 +136,20 @@ def check(
       ValueError: names the argument that is wrong, or the feature that the implementation cannot honour.
     """
     dtype = jnp.dtype(dtype).name
-    _need(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
-    _need(
+    need(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
+    need(
         window is None or (isinstance(window, int) and window >= 1), "mask.window", window, "None or at least 1 (the token itself)"
     )
-    _need(softcap is None or (_is_number(softcap) and softcap > 0), "softcap", softcap, "None or a positive number")
+    need(softcap is None or (_is_number(softcap) and softcap > 0), "softcap", softcap, "None or a positive number")
     if xsa is not None:
-        _need(xsa.zero_rule in ("clamp", "add", "exact"), "xsa.zero_rule", xsa.zero_rule, "'clamp', 'add' or 'exact'")
-        _need(xsa.zero_rule == "exact" or (_is_number(xsa.eps) and xsa.eps > 0), "xsa.eps", xsa.eps, "a positive number")
-    _need(impl == "auto" or impl in IMPLEMENTATIONS, "impl", impl, f"'auto' or one of {', '.join(IMPLEMENTATIONS)}")
+        need(xsa.zero_rule in ("clamp", "add", "exact"), "xsa.zero_rule", xsa.zero_rule, "'clamp', 'add' or 'exact'")
+        need(xsa.zero_rule == "exact" or (_is_number(xsa.eps) and xsa.eps > 0), "xsa.eps", xsa.eps, "a positive number")
+    need(impl == "auto" or impl in IMPLEMENTATIONS, "impl", impl, f"'auto' or one of {', '.join(IMPLEMENTATIONS)}")
     asked = support.Asked(dtype, head_dim, causal, window, segments, sinks, softcap, tail, lengths)
     name = support.pick(asked) if impl == "auto" else impl
     lacking = support.lacking(name, asked)
     able = [repr(name) for name in IMPLEMENTATIONS if not support.lacking(name, asked)]
-    _need(not lacking, "impl", f"{name!r}, which cannot honour {', '.join(lacking)}", f"one that can: {', '.join(able)}")
+    need(not lacking, "impl", f"{name!r}, which cannot honour {', '.join(lacking)}", f"one that can: {', '.join(able)}")
     log.info("impl=%r runs %s for %s", impl, name, asked)
     return name
 
@@ -164,20 +164,20 @@ def _check_arrays(
     v_self: jax.Array | None,
     scale: float | None,
 ) -> None:
-    _need(q.ndim == 4, "q_BTHE", q.shape, "four axes [B, T, H, E]")
+    need(q.ndim == 4, "q_BTHE", q.shape, "four axes [B, T, H, E]")
     B, T, H, E = q.shape
-    _need(k.ndim == 4 and k.shape[0] == B and k.shape[3] == E, "k_BSKE", k.shape, f"[{B}, S, K, {E}] to fit q_BTHE {q.shape}")
+    need(k.ndim == 4 and k.shape[0] == B and k.shape[3] == E, "k_BSKE", k.shape, f"[{B}, S, K, {E}] to fit q_BTHE {q.shape}")
     S, K = k.shape[1:3]
-    _need(v.shape == k.shape, "v_BSKE", v.shape, f"the shape of k_BSKE, {k.shape}")
-    _need(K > 0 and H % K == 0, "q_BTHE", f"{H} heads", f"a multiple of the {K} KV heads of k_BSKE")
-    _need(k.dtype == q.dtype, "k_BSKE", k.dtype, f"the dtype of q_BTHE, {q.dtype}")
-    _need(v.dtype == q.dtype, "v_BSKE", v.dtype, f"the dtype of q_BTHE, {q.dtype}")
+    need(v.shape == k.shape, "v_BSKE", v.shape, f"the shape of k_BSKE, {k.shape}")
+    need(K > 0 and H % K == 0, "q_BTHE", f"{H} heads", f"a multiple of the {K} KV heads of k_BSKE")
+    need(k.dtype == q.dtype, "k_BSKE", k.dtype, f"the dtype of q_BTHE, {q.dtype}")
+    need(v.dtype == q.dtype, "v_BSKE", v.dtype, f"the dtype of q_BTHE, {q.dtype}")
     if v_self is not None:
-        _need(v_self.shape == (B, T, K, E), "v_self_BTKE", v_self.shape, f"{(B, T, K, E)}")
-        _need(v_self.dtype == q.dtype, "v_self_BTKE", v_self.dtype, f"the dtype of q_BTHE, {q.dtype}")
+        need(v_self.shape == (B, T, K, E), "v_self_BTKE", v_self.shape, f"{(B, T, K, E)}")
+        need(v_self.dtype == q.dtype, "v_self_BTKE", v_self.dtype, f"the dtype of q_BTHE, {q.dtype}")
     placed = mask.causal or mask.window is not None or mask.segment_ids is not None
     if xsa is not None or placed:
-        _need(
+        need(
             T == S or (T < S and v_self is not None),
             "v_self_BTKE",
             "None" if v_self is None else v_self.shape,
@@ -185,20 +185,15 @@ def _check_arrays(
         )
     if mask.segment_ids is not None:
         ids = mask.segment_ids
-        _need(ids.shape == (B, S), "mask.segment_ids", ids.shape, f"{(B, S)}")
-        _need(ids.dtype == jnp.int32, "mask.segment_ids", ids.dtype, "int32")
-    _need(scale is None or _is_number(scale), "scale", scale, "None or a number that is known when the program is traced")
+        need(ids.shape == (B, S), "mask.segment_ids", ids.shape, f"{(B, S)}")
+        need(ids.dtype == jnp.int32, "mask.segment_ids", ids.dtype, "int32")
+    need(scale is None or _is_number(scale), "scale", scale, "None or a number that is known when the program is traced")
     if sinks is not None:
-        _need(sinks.shape == (H,), "sinks_H", sinks.shape, f"{(H,)}")
-        _need(jnp.issubdtype(sinks.dtype, jnp.floating), "sinks_H", sinks.dtype, "a floating dtype")
+        need(sinks.shape == (H,), "sinks_H", sinks.shape, f"{(H,)}")
+        need(jnp.issubdtype(sinks.dtype, jnp.floating), "sinks_H", sinks.dtype, "a floating dtype")
     if xsa is not None:
-        _need(jnp.shape(xsa.alpha) in ((), (H,)), "xsa.alpha", jnp.shape(xsa.alpha), f"one number or {(H,)}")
+        need(jnp.shape(xsa.alpha) in ((), (H,)), "xsa.alpha", jnp.shape(xsa.alpha), f"one number or {(H,)}")
 
 
 def _is_number(x: object) -> bool:
     return isinstance(x, int | float)
-
-
-def _need(good: bool, argument: str, found: object, expected: str) -> None:
-    if not good:
-        raise ValueError(f"{argument}: found {found}, expected {expected}")

@@ -63,10 +63,10 @@ def weights(
 def project(y_BTKGE: jax.Array, v_BTKE: jax.Array, xsa: Projection) -> jax.Array:
     """z = y - alpha * (y . v) / n2 * v for every query head, in the precision of y (float32 or better).
 
-    Finite with finite gradients for every finite v, v = 0 included.
+    In the place of B and T there may be any axes. Finite with finite gradients for every finite v, v = 0 included.
     """
-    K, G = y_BTKGE.shape[2:4]
-    v_BTK1E = v_BTKE.astype(y_BTKGE.dtype)[:, :, :, None, :]
+    K, G = y_BTKGE.shape[-3:-1]
+    v_BTK1E = v_BTKE.astype(y_BTKGE.dtype)[..., None, :]
     # z does not depend on the unit in which v is measured. Measuring it by its largest entry keeps |v|^2, and the 1 / |v|^4 of the
     # gradient, inside float32's range; the unit is a constant for the derivative just because z does not depend on it.
     unit = lax.stop_gradient(jnp.max(jnp.abs(v_BTK1E), axis=-1, keepdims=True))

@@ -43,3 +43,9 @@ class Projection:
     alpha: float | jax.Array = 1.0
     zero_rule: Literal["clamp", "add", "exact"] = "clamp"
     eps: float = 1e-12
+
+
+def need(good: bool, argument: str, found: object, expected: str) -> None:
+    """Raises ValueError unless `good`."""
+    if not good:
+        raise ValueError(f"{argument}: found {found}, expected {expected}")

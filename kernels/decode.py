@@ -1,0 +1,36 @@
+"""XSA behind the attention of a serving stack: decoding with a cache, chunked prefill, pages, ragged batches.
+
+The projection of a token needs its y and its own value and nothing of the past, so it follows any attention kernel and adds nothing
+to the cache.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from kernels import reference
+from kernels.spec import Projection, need
+
+
+def project(y_THE: jax.Array, v_self_TKE: jax.Array, xsa: Projection, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """z of some tokens from what attention gave for them, computed in float32 and rounded once.
+
+    Args:
+      y_THE: attention's output before the output projection, [..., H, E] with any leading axes. Take it in float32 where the kernel
+        can give it: for a token that attends mostly to itself z is a small difference, and the error of rounding y stays whole.
+      v_self_TKE: the values of these same tokens, [..., K, E], just as attention averaged them: those of this step and not of one
+        before, after a value residual, and out of a quantised cache as it gives them back.
+      xsa: what the model was trained with.
+      dtype: of z; that of `v_self_TKE` by default.
+
+    Returns:
+      z_THE.
+
+    Raises:
+      ValueError: when shapes do not fit, naming the argument.
+    """
+    (*tokens, H, E), K = y_THE.shape, v_self_TKE.shape[-2]
+    need(v_self_TKE.shape == (*tokens, K, E), "v_self_TKE", v_self_TKE.shape, f"{(*tokens, 'K', E)} to fit y_THE {y_THE.shape}")
+    need(H % K == 0, "y_THE", f"{H} heads", f"a multiple of the {K} KV heads of v_self_TKE")
+    need(jnp.shape(xsa.alpha) in ((), (H,)), "xsa.alpha", jnp.shape(xsa.alpha), f"one number or {(H,)}")
+    y_TKGE = y_THE.reshape(*tokens, K, H // K, E).astype(jnp.promote_types(y_THE.dtype, jnp.float32))
+    return reference.project(y_TKGE, v_self_TKE, xsa).reshape(y_THE.shape).astype(dtype or v_self_TKE.dtype)
