@@ -44,7 +44,7 @@ KERNELS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("splash", "backward"): {"splash_mha_dq": SPLASH, "splash_mha_dkv": SPLASH},
 }
 # Conditional regions smaller than this are the pipeline's own (start a copy, wait for a copy).
-SMALLEST_REGION = 70
+SMALLEST_REGION = 62
 
 
 def trips(regions: tuple[str, ...]) -> dict[str, int]:

@@ -249,8 +249,7 @@ def _block(grid: Grid, starts, rows, x: _Inputs, total: _Scratch):
                 seen = tile.both(seen, tile.lanes(x.k_ids[keys, :], s.shape[1]) == x.q_ids[...])
             p_dv = p = p if seen is None else jnp.where(seen, p, 0)
             if x.diagonal is not None:
-                diagonal = tile.on_diagonal(k_position, x.diagonal[...])
-                p_dv, dp = jnp.where(diagonal, 0, p), jnp.where(diagonal, 0, dp)
+                p_dv, dp = (_drop_diagonal(grid, first, kq, k_position, x.diagonal[...]) for kq in (p, dp))
         total.dv[keys, :] += tile.dot(p_dv.astype(dy.dtype), dy, tile.NN)
         ds = p * (dp - x.delta[...])
         if call.softcap is not None:
@@ -258,3 +257,15 @@ def _block(grid: Grid, starts, rows, x: _Inputs, total: _Scratch):
         ds = ds.astype(q.dtype)
         total.dk[keys, :] += tile.dot(ds, q, tile.NN)
         total.dq[rows, :] += tile.dot(ds, k, tile.TN)
+
+
+def _drop_diagonal(grid: Grid, first: int, x, k_position, diagonal):
+    """`x` with zeros for tokens and themselves. In blocks that start together these can only be in square tiles."""
+    if not grid.aligned:
+        return jnp.where(tile.on_diagonal(k_position, diagonal), 0, x)
+    strips = []
+    for row in range(0, grid.blocks.compute, LANES):
+        rows, columns = slice(row, row + LANES), slice(first + row, first + row + LANES)
+        square = jnp.where(tile.on_diagonal(k_position[rows, columns], diagonal[:, columns]), 0, x[rows, columns])
+        strips.append(tile.join([x[rows, : first + row], square, x[rows, first + row + LANES :]], axis=1))
+    return tile.join(strips, axis=0)

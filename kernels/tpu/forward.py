@@ -189,12 +189,8 @@ def _drop_diagonal(grid: Grid, first: int, p, k_position, q_position, inverse):
         rows, columns = slice(first + column, first + column + LANES), slice(column, column + LANES)
         diagonal = jnp.where(inverse[rows, :] > 0, q_position[rows, columns], -1)
         square = jnp.where(tile.on_diagonal(k_position[rows, columns], diagonal), 0, p[rows, columns])
-        strips.append(_join([p[rows, :column], square, p[rows, column + LANES :]], axis=1))
-    return _join([*strips, p[first + compute :]], axis=0)
-
-
-def _join(parts, axis):
-    return jnp.concatenate([part for part in parts if part.size], axis)
+        strips.append(tile.join([p[rows, :column], square, p[rows, column + LANES :]], axis=1))
+    return tile.join([*strips, p[first + compute :]], axis=0)
 
 
 def _own(x: _Inputs) -> jax.Array:

@@ -49,6 +49,11 @@ def both(a: jax.Array | None, b: jax.Array) -> jax.Array:
     return b if a is None else a & b
 
 
+def join(parts: list[jax.Array], axis: int) -> jax.Array:
+    """Concatenates what is not empty."""
+    return jnp.concatenate([part for part in parts if part.size], axis)
+
+
 def lanes(x_128: jax.Array, width: int) -> jax.Array:
     """A number per row, the same in each of 128 lanes, in `width` lanes."""
     if width <= x_128.shape[1]:
