@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from configs import base
+from kernels.api import Impl
 from tests.helpers import tiny_config, tiny_tree
 from xsa_jax import config as config_module
 from xsa_jax.config import Config, ConfigError, check_resumable, check_same_model, flatten, from_config_dict, to_dict, xsa_layers
@@ -242,3 +243,8 @@ def test_a_field_that_the_stored_run_never_had_is_named():
     del stored["attention"]["sinks"]
     with pytest.raises(ConfigError, match=r"attention\.sinks \(run: '<absent>', now: False\)"):
         check_resumable(stored, tiny_config(), "runs/x")
+
+
+def test_every_attention_implementation_can_be_chosen():
+    choices = typing.get_args(_fields()["attention.impl"])
+    assert choices == typing.get_args(Impl)
