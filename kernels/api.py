@@ -130,7 +130,7 @@ def check(
 
     Args:
       tail: the queries are fewer than the keys (chunked prefill, decoding).
-      lengths: how many queries and keys there are, where that is known; some implementations take only multiples of 128.
+      lengths: T and S where they are known; some implementations take only multiples of 128.
 
     Raises:
       ValueError: names the argument that is wrong, or the feature that the implementation cannot honour.

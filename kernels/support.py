@@ -31,7 +31,8 @@ FEATURES: dict[str, Callable[[Asked], bool]] = {
     "sinks_H": lambda a: a.sinks,
     "softcap": lambda a: a.softcap is not None,
     "mask.causal with fewer queries than keys": lambda a: a.tail and a.causal,
-    "a length that is no multiple of 128": lambda a: any(length % 128 for length in a.lengths),
+    "queries no multiple of 128": lambda a: any(length % 128 for length in a.lengths[:1]),
+    "keys no multiple of 128": lambda a: any(length % 128 for length in a.lengths[1:]),
     "dtype=bfloat16": lambda a: a.dtype == "bfloat16",
     "dtype=float16": lambda a: a.dtype == "float16",
     "dtype=float32": lambda a: a.dtype == "float32",
@@ -52,13 +53,21 @@ class Support:
 
     Attributes:
       checked: how its values were. "run": as it is, on a CPU, against the float64 oracle. "interpreted": the same, with its kernels
-        interpreted; a compiler for the device took them. "simulated": interpreted with jnp.dot in the place of the tensor cores.
+        interpreted; compilers for the device take them. "simulated": interpreted with jnp.dot in the place of the tensor cores.
         "compiled": values not at all.
       lacks: the rows of `FEATURES` that it cannot honour.
+      only_compiled: those whose values were not checked though others were.
     """
 
     checked: Literal["run", "interpreted", "simulated", "compiled"]
     lacks: tuple[str, ...] = ()
+    only_compiled: tuple[str, ...] = ()
+
+    def cell(self, feature: str) -> str:
+        """The cell of the table: "-" where the implementation raises."""
+        if feature in self.lacks:
+            return "-"
+        return "compiled" if feature in self.only_compiled else self.checked
 
 
 SUPPORT = {
@@ -81,7 +90,14 @@ SUPPORT = {
     # jax's own gradient of the sinks adds up all heads.
     "splash": Support(
         "interpreted",
-        ("sinks_H", "a length that is no multiple of 128", "dtype=float16", "dtype=float64", "head_dim above 256"),
+        (
+            "sinks_H",
+            "queries no multiple of 128",
+            "keys no multiple of 128",
+            "dtype=float16",
+            "dtype=float64",
+            "head_dim above 256",
+        ),
     ),
     "tpu": Support("interpreted", ("dtype=float16", "dtype=float64", "head_dim above 256")),
     "triton": Support("interpreted", ("dtype=float64", "head_dim above 256")),
@@ -89,13 +105,14 @@ SUPPORT = {
         "simulated",
         (
             "mask.segment_ids",
-            "a length that is no multiple of 128",
+            "queries no multiple of 128",
             "dtype=float32",
             "dtype=float64",
             "another multiple of 8 up to 256 as head_dim",
             "a head_dim up to 256 that 8 does not divide",
             "head_dim above 256",
         ),
+        only_compiled=("dtype=float16", "head_dim 80 or 96"),
     ),
 }
 
@@ -123,7 +140,7 @@ def _device() -> str:
 
 
 def table() -> str:
-    """The table of README.md, feature x implementation: "-" where it raises, else how its values were checked."""
+    """The table of README.md: feature x implementation."""
     rows = [["", *SUPPORT], ["---"] * (len(SUPPORT) + 1)]
-    rows += [[feature, *("-" if feature in s.lacks else s.checked for s in SUPPORT.values())] for feature in FEATURES]
+    rows += [[feature, *(support.cell(feature) for support in SUPPORT.values())] for feature in FEATURES]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
