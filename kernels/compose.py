@@ -73,7 +73,6 @@ def _splash(q_BTHE, k_BSKE, v_BSKE, segment_ids, mask: MaskSpec, softcap: float 
         attn_logits_soft_cap=softcap,
         head_shards=1,
         q_seq_shards=1,
-        residual_checkpoint_name="attention_out",
         interpret=jax.default_backend() == "cpu",
     )
     ids = None if segment_ids is None else splash_attention.SegmentIds(segment_ids[:, offset:], segment_ids)

@@ -1,5 +1,6 @@
-"""The README of `kernels` is true: its example runs, and each cell of its support table is what `check` answers."""
+"""The README of `kernels` is true: its example runs, its support table and its signatures are those of the code."""
 
+import inspect
 import pathlib
 import re
 import subprocess
@@ -8,46 +9,23 @@ import sys
 import pytest
 
 import kernels
-from kernels.api import IMPLEMENTATIONS
+from kernels import support
 from tests.helpers import subprocess_env
 
 README = (pathlib.Path(kernels.__file__).parent / "README.md").read_text()
 
-FEATURES = {
-    "causal": {},
-    "not causal": {"causal": False},
-    "window": {"window": 8},
-    "window, not causal": {"window": 8, "causal": False},
-    "segment ids": {"segments": True},
-    "sinks": {"sinks": True},
-    "soft-cap": {"softcap": 30.0},
-    "fewer queries than keys, causal": {"tail": True},
-    "float32": {"dtype": "float32"},
-    "head dim 80": {"head_dim": 80},
-    "head dim 36": {"head_dim": 36},
-}
 
-
-def support_table():
-    rows = [[cell.strip() for cell in line.strip("| \n").split("|")] for line in README.splitlines() if line.startswith("|")]
-    start = next(n for n, row in enumerate(rows) if row[0] == "feature")
-    return rows[start][1:], {row[0]: row[1:] for row in rows[start + 2 : start + 2 + len(FEATURES)]}
-
-
-def honours(impl, feature):
-    try:
-        return kernels.check(impl, **{"dtype": "bfloat16", "head_dim": 64, **feature}) == impl
-    except ValueError:
-        return False
+@pytest.mark.fast
+def test_support_table_is_the_data():
+    assert support.table() in README
 
 
 @pytest.mark.fast
-def test_support_table_is_what_check_answers():
-    names, table = support_table()
-    assert names == list(IMPLEMENTATIONS)
-    assert table == {
-        feature: ["yes" if honours(impl, options) else "no" for impl in names] for feature, options in FEATURES.items()
-    }
+@pytest.mark.parametrize("name", ["attention", "check", "project", "weights"])
+def test_signatures(name):
+    (written,) = re.findall(rf"`{name}\(([^`]*)\) -> \w+`", README)
+    parameters = inspect.signature(getattr(kernels, name)).parameters.values()
+    assert re.findall(r"(\w+)(?:=[^,]*)?(?:, |$)", written) == [parameter.name for parameter in parameters]
 
 
 def test_example_runs_on_its_own():
