@@ -135,7 +135,7 @@ def _device() -> str:
     """The key of `AUTO` of the default device; "other" for a GPU that the kernels were not compiled for."""
     if jax.default_backend() != "gpu":
         return jax.default_backend()
-    capability = str(getattr(jax.devices()[0], "compute_capability", ""))  # "9.0"; an AMD chip has a name here
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))  # "9.0"; an AMD chip has a name here
     return "gpu" if capability[:1].isdigit() and float(capability) >= 8 else "other"
 
 

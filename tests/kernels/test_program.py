@@ -116,6 +116,15 @@ def test_eight_devices_equal_one(heads, monkeypatch):
     assert many[1]["k"].sharding.is_equivalent_to(placed["k"].sharding, 4)
 
 
+def test_heads_that_a_mesh_does_not_divide():
+    """Kernels refuse them; what XLA compiles it also places."""
+    x = arrays(B=4, H=3, K=3, dtype=np.float32)
+    call = jax.jit(lambda q, k, v: attention(q, k, v, xsa=Projection(), impl="xla"))
+    alone = call(x["q"], x["k"], x["v"])
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "tensor"), (AxisType.Auto,) * 2)):
+        np.testing.assert_allclose(call(x["q"], x["k"], x["v"]), alone, atol=1e-6)
+
+
 def test_cudnn_lowers_for_cuda(monkeypatch):
     """The program of both passes, for a device that is not here; the window reaches cuDNN with the token itself counted."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)

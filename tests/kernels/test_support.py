@@ -152,7 +152,7 @@ def test_auto_takes_nothing_whose_values_were_not_checked():
 def test_gpus_that_the_kernels_were_not_compiled_for(capability, device, monkeypatch):
     chip = type("Device", (), {"compute_capability": capability})
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [chip])
+    monkeypatch.setattr(jax, "local_devices", lambda: [chip])
     assert support._device() == device
 
 
