@@ -71,6 +71,12 @@ def test_keeps_no_y(xsa):
     assert found == sorted([(a.dtype.name, a.shape) for a in x] + [z] + [number] * (2 if xsa else 1))
 
 
+def test_composed_keeps_y_but_no_copy_in_float32():
+    x = shapes(1, 128, 4, 2, 64, jnp.bfloat16)
+    _, pull = jax.eval_shape(lambda *qkv: jax.vjp(lambda *qkv: attention(*qkv, xsa=Projection(), impl="splash"), *qkv), *x)
+    assert [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.dtype == jnp.float32] == [(1, 4, 128)]
+
+
 @pytest.mark.parametrize("kind", ["sa", "xsa"])
 def test_a_rematerialised_layer_runs_attention_forward_once(kind):
     """Under the model's policy "attention": the scans over blocks inside its scans over layers, forward and backward."""
