@@ -15,7 +15,8 @@ import zstandard
 
 from xsa_jax.data.convert import Settings, token_dtype
 from xsa_jax.data.prepare import prepare
-from xsa_jax.data.store import ShardWriter, TokenStore, write_meta
+from xsa_jax.data.shard import ShardWriter
+from xsa_jax.data.store import TokenStore, write_meta
 
 
 def settings(tokenizer: str = "bytes", validation_fraction: float = 0.0, eot: Any = "end", on_error: Any = "fail") -> Settings:

@@ -1,12 +1,17 @@
 import json
 import pickle
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from tests.data.helpers import documents, number_store, text_store, words
+from tests.helpers import subprocess_env
 from xsa_jax.config import UserError
-from xsa_jax.data.store import ShardWriter, TokenStore, write_meta
+from xsa_jax.data.shard import ShardWriter
+from xsa_jax.data.store import TokenStore, write_meta
 
 
 @pytest.fixture
@@ -55,6 +60,44 @@ def test_a_pickled_split_opens_its_files_itself(numbers):
     data = pickle.dumps(numbers.split("train"))
     assert len(data) < 1000
     assert pickle.loads(data).read(5, 9).tolist() == [5, 6, 7, 8]
+
+
+PASS = """
+import resource, sys
+from xsa_jax.config import UserError
+from xsa_jax.data.loader import Loader
+from xsa_jax.data.store import TokenStore
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)
+try:
+    store = TokenStore.open(sys.argv[1])
+    for _ in range(2):
+        loader = Loader(store, "train", seq_len=1, batch_size=1, documents="isolate", max_rows=10**9)
+        print(sum(batch["tokens"][0, 0] for batch in loader.iterate()))
+except UserError as error:
+    print(error)
+"""
+
+
+def test_many_shards_need_few_descriptors(tmp_path):
+    store = number_store(tmp_path / "numbers", [[2]] * 150)
+    output = [
+        subprocess.run([sys.executable, "-c", PASS, store.path, limit], env=subprocess_env(), capture_output=True, text=True)
+        for limit in ("192", "64")
+    ]
+    assert output[0].stdout.split() == [str(sum(range(299)))] * 2, output[0].stderr
+    assert ".npy: cannot be mapped into memory ([Errno 24] Too many open files" in output[1].stdout
+
+
+def test_a_split_is_opened_once(numbers):
+    assert numbers.split("train") is numbers.split("train")
+
+
+def test_a_store_made_anew_in_the_same_place_is_read_anew(tmp_path):
+    for text in ("old text", "new text"):
+        store = text_store(tmp_path, [text])
+        assert [store.tokenizer().decode(ids[:-1]) for ids in documents(store)] == [text]
+        shutil.rmtree(store.path)
 
 
 def test_nothing_under_its_final_name_before_commit(tmp_path):

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from xsa_jax.config import UserError
-from xsa_jax.data import store, text, tokenizer
+from xsa_jax.data import text, tokenizer
+from xsa_jax.data.shard import EotPolicy, ShardWriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Settings:
 
     tokenizer: str
     validation_fraction: float
-    eot: store.EotPolicy
+    eot: EotPolicy
     on_error: text.OnError
 
 
@@ -59,8 +60,7 @@ def convert(job: Job, report: Report) -> dict[str, Any]:
     read = 0.0
     with contextlib.ExitStack() as stack:
         writers = {
-            name: stack.enter_context(store.ShardWriter(job.output, name, f"{job.index:05}", dtype))
-            for name in ("train", "validation")
+            name: stack.enter_context(ShardWriter(job.output, name, f"{job.index:05}", dtype)) for name in ("train", "validation")
         }
         for documents in reader.batches():
             encoded: dict[str, list[list[int]]] = {name: [] for name in writers}

@@ -23,6 +23,7 @@ from xsa_jax.config import UserError
 from xsa_jax.data import pool, store, text, tokenizer
 from xsa_jax.data.convert import Job, Settings, token_dtype
 from xsa_jax.data.progress import Progress
+from xsa_jax.data.shard import EOTS_PER_DOCUMENT
 
 
 def prepare(inputs: Sequence[str], output: str | os.PathLike[str], settings: Settings, workers: int = 1) -> dict[str, Any]:
@@ -203,7 +204,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: one per core")
     parser.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="what a broken file or document does (fail)")
-    parser.add_argument("--eot", choices=tuple(store.EOTS_PER_DOCUMENT), default="end", help="end-of-text tokens (%(default)s)")
+    parser.add_argument("--eot", choices=tuple(EOTS_PER_DOCUMENT), default="end", help="end-of-text tokens (%(default)s)")
     return parser.parse_args(argv)
 
 

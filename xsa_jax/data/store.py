@@ -13,21 +13,19 @@ Any context length reads from the same store. A store does not depend on the mac
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from xsa_jax.config import UserError
 from xsa_jax.data import tokenizer as tokenizers
+from xsa_jax.data.shard import EotPolicy, Shard, sync_folder
 
 FORMAT = 1
 META = "meta.json"
 WORK = "work"  # the folder of an unfinished preparation
-EotPolicy = Literal["end", "start", "both", "none"]
-EOTS_PER_DOCUMENT: Mapping[str, int] = {"end": 1, "start": 1, "both": 2, "none": 0}
 
 
 class TokenStore:
@@ -47,10 +45,11 @@ class TokenStore:
         self.tokenizer_name: str = meta["tokenizer"]["name"]
         self.vocab_size: int = meta["tokenizer"]["vocab_size"]
         self.eot_id: int = meta["tokenizer"]["eot_id"]
+        self._splits: dict[str, Split] = {}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "TokenStore":
-        """Opens the store and checks its description and the size of every shard, without reading the tokens.
+        """Opens the store and checks its description and the size of every file, without reading the tokens.
 
         Raises:
           UserError: when there is none, it is unfinished, of another format, or damaged.
@@ -69,7 +68,9 @@ class TokenStore:
                 f"{self.path} has no {name!r} split; it has {', '.join(self.meta['splits'])}. It was made with "
                 f"--validation-fraction {self.meta['made']['validation_fraction']}; a small corpus needs a larger one"
             )
-        return Split(self, name)
+        if name not in self._splits:
+            self._splits[name] = Split(self, name)
+        return self._splits[name]
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The tokenizer that made the store.
@@ -108,7 +109,6 @@ class Split:
 
     def __init__(self, store: TokenStore, name: str):
         self.store_path = store.path
-        self.store_hash = store.hash
         self.name = name
         self.dtype = np.dtype(store.meta["dtype"])
         self.shards = [Shard(store.path, name, record, self.dtype) for record in store.meta["splits"][name]["shards"]]
@@ -154,139 +154,6 @@ class Split:
 
 def _open_split(path: Path, name: str) -> Split:
     return TokenStore(path, read_meta(path)).split(name)
-
-
-class Shard:
-    """The documents of one input file in one split."""
-
-    def __init__(self, store: Path, split: str, record: Mapping[str, Any], dtype: np.dtype):
-        self.path = store / split / record["name"]
-        self.hash: str = record["hash"]
-        self.num_tokens: int = record["tokens"]
-        self.num_documents: int = record["documents"]
-        self.num_bytes: int = record["bytes"]
-        self.tokens = _map(self.path.with_name(f"{self.path.name}.tokens.npy"), self.num_tokens, dtype)
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        return _map(self.path.with_name(f"{self.path.name}.starts.npy"), self.num_documents, np.dtype(np.uint64))
-
-    def verify(self, eot: EotPolicy, eot_id: int) -> None:
-        """Raises: UserError when the content is not what was written."""
-        hashes = [hashlib.blake2b(array.data, digest_size=16) for array in (self.tokens, self.starts)]
-        if shard_hash(*hashes) != self.hash:
-            raise UserError(f"{self.path}: its content changed since it was written; restore it, or prepare the store anew")
-        starts = self.starts.astype(np.int64)
-        found = int(np.count_nonzero(self.tokens == eot_id))
-        wanted = EOTS_PER_DOCUMENT[eot] * self.num_documents
-        last = np.append(starts[1:], self.num_tokens) - 1
-        placed = (eot not in ("start", "both") or (self.tokens[starts] == eot_id).all()) and (
-            eot not in ("end", "both") or (self.tokens[last] == eot_id).all()
-        )
-        if found != wanted or not placed:
-            raise UserError(
-                f"{self.path}: {found} end-of-text tokens in {self.num_documents} documents; expected {wanted}, "
-                f"placed by --eot {eot}. Prepare the store anew"
-            )
-
-
-def _map(path: Path, length: int, dtype: np.dtype) -> np.ndarray:
-    try:
-        array = np.load(path, mmap_mode="r")
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing; restore it, or prepare the store anew") from None
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{path}: cut short or not an .npy file ({error}); restore it, or prepare the store anew") from error
-    if array.shape != (length,) or array.dtype != dtype or path.stat().st_size != array.offset + array.nbytes:
-        raise UserError(
-            f"{path}: holds {array.shape} {array.dtype} in {path.stat().st_size} bytes; meta.json expects ({length},) {dtype}. "
-            "Restore it, or prepare the store anew"
-        )
-    return array
-
-
-class ShardWriter:
-    """Writes one shard, in memory bounded by one batch; without a `commit`, leaving the context leaves nothing behind."""
-
-    def __init__(self, store: Path, split: str, name: str, dtype: np.dtype):
-        folder = store / split
-        folder.mkdir(parents=True, exist_ok=True)
-        self._name = name
-        self._tokens = _NpyWriter(folder / f"{name}.tokens.npy", dtype)
-        self._starts = _NpyWriter(folder / f"{name}.starts.npy", np.dtype(np.uint64))
-        self._num_bytes = 0
-
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for writer in (self._tokens, self._starts):
-            writer.close(keep=False)
-
-    def add(self, documents: Sequence[Sequence[int]], num_bytes: int) -> None:
-        """Appends documents, none of them empty; num_bytes is what their text measures in UTF-8."""
-        if not documents:
-            return
-        lengths = np.array([len(ids) for ids in documents], np.int64)
-        tokens = np.concatenate([np.array(ids, self._tokens.dtype) for ids in documents])
-        starts = self._tokens.length + np.cumsum(lengths) - lengths
-        self._tokens.append(tokens)
-        self._starts.append(starts.astype(np.uint64))
-        self._num_bytes += num_bytes
-
-    def commit(self) -> dict[str, Any] | None:
-        """Makes the shard durable under its final name. Returns its record for meta.json, or None when it has no document."""
-        record = {
-            "name": self._name,
-            "tokens": self._tokens.length,
-            "documents": self._starts.length,
-            "bytes": self._num_bytes,
-            "hash": shard_hash(self._tokens.hash, self._starts.hash),
-        }
-        for writer in (self._tokens, self._starts):
-            writer.close(keep=self._starts.length > 0)
-        return record if self._starts.length else None
-
-
-def shard_hash(*parts: Any) -> str:
-    return hashlib.blake2b(b"".join(part.digest() for part in parts), digest_size=16).hexdigest()
-
-
-class _NpyWriter:
-    """A one-dimensional .npy file that grows; numpy leaves room in the header for the final length."""
-
-    def __init__(self, path: Path, dtype: np.dtype):
-        self.dtype = dtype.newbyteorder("<")
-        self.length = 0
-        self.hash = hashlib.blake2b(digest_size=16)
-        self._path = path
-        self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        self._file = open(self._temporary, "wb")  # noqa: SIM115 (lives as long as the writer)
-        self._header()
-
-    def append(self, array: np.ndarray) -> None:
-        data = array.astype(self.dtype, copy=False).data
-        self.hash.update(data)
-        self._file.write(data)
-        self.length += len(array)
-
-    def close(self, keep: bool) -> None:
-        if self._file.closed:
-            return
-        self._file.seek(0)
-        self._header()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        if keep:
-            os.replace(self._temporary, self._path)
-            sync_folder(self._path.parent)
-        else:
-            self._temporary.unlink()
-
-    def _header(self) -> None:
-        header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.length,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
 
 
 def write_meta(
@@ -345,12 +212,3 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes renames inside the folder survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
