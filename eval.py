@@ -1,7 +1,7 @@
 """Evaluates a checkpoint: python eval.py --run runs/x [--step N] [--contexts 512,4096] [--samples 3 --prompt "The "]
 
 Prints validation loss (by position, and at other contexts), the similarity analysis and samples; writes them as JSON to
-runs/x/eval/<step>.json, and a picture of the similarity beside it.
+runs/x/eval/<step>.json, and a picture of the similarity beside it as <step>.png.
 """
 
 import pathlib
@@ -36,6 +36,8 @@ def main(argv: list[str]) -> None:
 
 
 def evaluate() -> None:
+    if OUTPUT.value and not OUTPUT.value.endswith(".json"):
+        raise UserError(f"--output={OUTPUT.value}: expected a name that ends in .json; the picture goes beside it as .png")
     from xsa_jax.analyze import plots  # after the flags are known to be good: these imports bring up jax
     from xsa_jax.analyze.similarity import similarity
     from xsa_jax.evaluate import generate, loss, report
@@ -55,15 +57,17 @@ def evaluate() -> None:
         "samples": samples,
     }
     output = pathlib.Path(OUTPUT.value or f"{RUN.value}/eval/{restored.step}.json")
+    picture = output.with_suffix(".png")
     report.write(result, output)
-    plots.similarity({RUN.value: result["similarity"]}, output.with_suffix(".png"))
-    print(f"{report.text(result)}\n\nwritten: {output} and {output.with_suffix('.png')}")
+    plots.similarity({RUN.value: result["similarity"]}, picture)
+    print(f"{report.text(result)}\n\nwritten: {output} and {picture}")
 
 
 def parse_flags(argv: list[str]) -> list[str]:
     """Absl's parser, with one line in place of its paragraph."""
     try:
-        return flags.FLAGS([argv[0], "--verbosity=-2", *argv[1:]])  # the libraries log every file they read
+        # Errors only: of a damaged checkpoint Orbax warns in many lines, ahead of the one that our own error takes.
+        return flags.FLAGS([argv[0], "--verbosity=-2", *argv[1:]])
     except flags.Error as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
 

@@ -27,11 +27,11 @@ def folder(tmp_path_factory) -> pathlib.Path:
     text_store(folder / "text", TEXTS, validation_fraction=0.3)
     shutil.copytree(folder / "text" / "store", folder / "other")
     train = [
-        sys.executable, REPO / "train.py", f"--config={REPO}/configs/smoke.py", f"--workdir={folder}/run",
-        f"--config.data.path={folder}/text/store", "--config.data.documents=isolate", "--config.attention.kind=xsa",
+        sys.executable, REPO / "train.py", f"--config={REPO}/configs/smoke.py", "--workdir=run",
+        "--config.data.path=text/store", "--config.data.documents=isolate", "--config.attention.kind=xsa",
         f"--config.train.num_steps={STEPS}", "--config.checkpoint.every=3",
     ]  # fmt: skip
-    subprocess.run(list(map(str, train)), env=subprocess_env(), check=True, capture_output=True, timeout=300)
+    subprocess.run(list(map(str, train)), env=subprocess_env(), cwd=folder, check=True, capture_output=True, timeout=300)
     return folder
 
 
@@ -67,9 +67,10 @@ def test_reports_the_latest_checkpoint(folder, evaluated):
 
 
 def test_eight_devices_find_the_same_in_an_earlier_step(folder, evaluated):
-    restored = restore(folder / "run", 3, str(folder / "text" / "store"))
+    store = str(folder / "text" / "store")
+    restored = restore(folder / "run", 3, store)
     assert (restored.step, dict(restored.mesh.shape)) == (3, {"data": 1, "fsdp": 8, "tensor": 1})
-    latest = restore(folder / "run", None)
+    latest = restore(folder / "run", None, store)
     sums = loss.position_sums(latest, 32, 2048)
     assert sums.loss() == pytest.approx(evaluated[1]["losses"][0]["loss"], rel=1e-5)
     assert restored.params["embed"].shape == latest.params["embed"].shape
@@ -81,6 +82,12 @@ def test_contexts_are_positive_numbers(item):
     assert report.contexts(["8", "16"]) == [8, 16]
     with pytest.raises(UserError, match=f"--contexts: found '{item}'"):
         report.contexts(["8", item])
+
+
+def test_a_store_that_is_not_found_from_here(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^text/store: no such folder; it is the data.path of .*run, .* with --store$"):
+        restore(folder / "run")
 
 
 def test_a_store_of_another_tokenizer_is_refused(folder):
@@ -100,6 +107,8 @@ def test_a_store_of_another_tokenizer_is_refused(folder):
         (["--run=run", "--bogus=3"], "bogus"),
         (["--step=3"], "--run"),
         (["--run=run", "3"], "unexpected arguments ['3']"),
+        (["--run=run", "--output=x.png"], "--output=x.png: expected a name that ends in .json"),
+        (["--run=run", "--sample_tokens=300"], "300 new tokens: expected at least 1, and fewer than the 32 of the context"),
         (["--run=damaged"], "damaged/checkpoints/6: this checkpoint cannot be read"),
     ],
 )

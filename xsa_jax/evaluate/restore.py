@@ -9,9 +9,10 @@ from jax.sharding import Mesh
 from xsa_jax.config import Config, MeshConfig, UserError, from_config_dict
 from xsa_jax.data.loader import Loader
 from xsa_jax.data.store import TokenStore
-from xsa_jax.mesh import make_mesh, sharding
+from xsa_jax.mesh import make_mesh
 from xsa_jax.model.transformer import Model, Params, build
 from xsa_jax.train.checkpoint import Checkpoints
+from xsa_jax.train.state import abstract_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +55,23 @@ def restore(run: pathlib.Path, step: int | None = None, store: str | None = None
     with Checkpoints(run) as checkpoints:
         step = checkpoints.latest if step is None else step
         meta = checkpoints.meta(step)
+        assert step is not None  # `meta` has refused a run without checkpoints
         config = from_config_dict(meta["config"])
-        tokens = TokenStore.open(store or config.data.path)
+        tokens = _open(store, config.data.path, run)
         _check_tokenizer(tokens, meta["loader"], run)
         here = _for_devices(config, jax.device_count())
         model, mesh = build(here), make_mesh(here)
-        abstract = jax.tree.map(
-            lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh, axes, leaf.shape)),
-            model.abstract_params,
-            model.axes,
+        params = checkpoints.restore_params(model, abstract_params(model, mesh), step)
+        return Restored(step, config, model, params, mesh, tokens)
+
+
+def _open(given: str | None, trained_on: str, run: pathlib.Path) -> TokenStore:
+    if given is None and not pathlib.Path(trained_on).exists():
+        raise UserError(
+            f"{trained_on}: no such folder; it is the data.path of {run}, seen from the folder that train.py was started in. "
+            f"Start there too, or name the token store with --store"
         )
-        params = checkpoints.restore_params(model, abstract, step)
-        return Restored(step or checkpoints.steps[-1], config, model, params, mesh, tokens)
+    return TokenStore.open(given or trained_on)
 
 
 def _for_devices(config: Config, devices: int) -> Config:

@@ -1,6 +1,7 @@
 """Everything that training changes, as one pytree, and where each leaf of it lives."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from xsa_jax.mesh import sharding
+from xsa_jax.mesh import Axes, sharding
 from xsa_jax.model.transformer import Model, Params
 
 Array = jax.Array
@@ -23,11 +24,14 @@ class TrainState:
     rng: Array  # uint32, the raw data of a PRNG key: checkpoints hold plain arrays
 
 
+def abstract_params(model: Model, mesh: Mesh) -> Params:
+    """The weights' shapes, types and shardings without their values: the target of a restore."""
+    return jax.tree.map(functools.partial(_place, mesh), model.abstract_params, model.axes)
+
+
 def abstract_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """The state's shapes, types and shardings without its values: the target of a restore, and of `init_state`."""
-
-    def place(leaf, axes):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh, axes, leaf.shape))
+    place = functools.partial(_place, mesh)
 
     def whole(leaf):
         return place(leaf, (None,) * leaf.ndim)
@@ -35,7 +39,7 @@ def abstract_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh) -
     shapes = jax.eval_shape(lambda: _fresh(model, tx))
     return TrainState(
         step=whole(shapes.step),
-        params=jax.tree.map(place, shapes.params, model.axes),
+        params=abstract_params(model, mesh),
         opt_state=optax.tree_utils.tree_map_params(tx, place, shapes.opt_state, model.axes, transform_non_params=whole),
         rng=whole(shapes.rng),
     )
@@ -45,6 +49,10 @@ def init_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh) -> Tr
     """A state at step 0, each leaf made where it lives: no device ever holds the whole model."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx, mesh))
     return jax.jit(lambda: _fresh(model, tx), out_shardings=shardings)()
+
+
+def _place(mesh: Mesh, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh, axes, leaf.shape))
 
 
 def _fresh(model: Model, tx: optax.GradientTransformation) -> TrainState:
