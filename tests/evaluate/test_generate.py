@@ -53,10 +53,16 @@ def test_ids_beyond_the_tokenizer_are_never_chosen(model):
     assert {token for row in rows for token in row} == {0, 1, 2}
 
 
-@pytest.mark.parametrize(("prompt", "num_tokens", "found"), [([1] * 13, 4, "13 tokens with 4"), ([], 4, "0 tokens"), ([1], 16, "")])
+@pytest.mark.parametrize(("prompt", "num_tokens", "found"), [([1] * 13, 4, "13 tokens with 4"), ([], 4, "0 tokens")])
 def test_a_prompt_must_fit_the_trained_context(model, prompt, num_tokens, found):
     with pytest.raises(UserError, match=f"a prompt of .*{found}.* trained at a context of 16"):
         write(model, [prompt], num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 16, 300])
+def test_new_tokens_must_leave_room_for_a_prompt(model, num_tokens):
+    with pytest.raises(UserError, match=f"^{num_tokens} new tokens: expected at least 1, and fewer than the 16 of the context"):
+        write(model, [[1]], num_tokens)
 
 
 def test_a_prompt_starts_as_documents_did_in_training(tmp_path):

@@ -64,9 +64,14 @@ def generate(
       seed: of the choice.
 
     Raises:
-      UserError: an empty prompt, or one that with its continuation is longer than the context the model was trained at.
+      UserError: fewer new tokens than 1; an empty prompt; prompt and continuation longer than the context the model was trained at.
     """
     limit = model.config.data.seq_len
+    if not 1 <= num_tokens < limit:
+        raise UserError(
+            f"{num_tokens} new tokens: expected at least 1, and fewer than the {limit} of the context that the model was "
+            f"trained at, since the prompt needs a place too"
+        )
     for prompt in prompts:
         if not 1 <= len(prompt) <= limit - num_tokens:
             raise UserError(

@@ -54,7 +54,9 @@ def losses(restored: Restored, contexts: Sequence[int], tokens: int) -> list[dic
 def report(sums: PositionSums, bytes_per_token: float) -> dict[str, Any]:
     """Plain values: "context", the totals of `PositionSums.report`, and "buckets" of {"start", "stop", "loss", "tokens"}.
 
-    Bits per byte use the mean bytes per token of the whole split, end-of-text tokens counted in.
+    Bits per byte use the mean bytes per token of the whole split, end-of-text tokens counted in. They are close to the bits
+    that the text takes, never exactly those: the first token of the split and the rest of a last incomplete row are never
+    scored, nor, where documents are kept apart, the first token of each; their bytes count all the same.
     """
     context = len(sums.nll_T)
     by_position = [
