@@ -175,7 +175,9 @@ def check_resumable(stored: Mapping[str, Any], config: Config, run: str) -> None
     Raises:
       ConfigError: names each field that differs, with both values.
     """
-    _refuse_changes(stored, config, run, lambda name: not name.startswith(RESUMABLE))
+    changed = _changes(stored, config, lambda name: not name.startswith(RESUMABLE))
+    if changed:
+        raise ConfigError(f"{run} was started with another config: {changed}. Use its values, or another --workdir")
 
 
 def check_same_model(stored: Mapping[str, Any], config: Config, run: str) -> None:
@@ -185,18 +187,18 @@ def check_same_model(stored: Mapping[str, Any], config: Config, run: str) -> Non
       ConfigError: names each field that differs, with both values.
     """
     free = ("attention.impl", "model.dropout", "model.dtype", "model.remat")
-    _refuse_changes(stored, config, run, lambda name: name.startswith(("attention.", "model.")) and name not in free)
+    changed = _changes(stored, config, lambda name: name.startswith(("attention.", "model.")) and name not in free)
+    if changed:
+        raise ConfigError(f"{run} holds the weights of another model: {changed}. Build the model from the run's own config")
 
 
-def _refuse_changes(stored: Mapping[str, Any], config: Config, run: str, matters: Callable[[str], bool]) -> None:
+def _changes(stored: Mapping[str, Any], config: Config, matters: Callable[[str], bool]) -> str:
     old, new = dict(flatten(stored)), dict(flatten(to_dict(config)))
-    changed = [
+    return "; ".join(
         f"{name} (run: {old.get(name, '<absent>')!r}, now: {new.get(name, '<absent>')!r})"
         for name in sorted(old.keys() | new.keys())
         if matters(name) and old.get(name) != new.get(name)
-    ]
-    if changed:
-        raise ConfigError(f"{run} was started with another config: {'; '.join(changed)}. Use its values or another --workdir")
+    )
 
 
 def xsa_layers(spec: str, num_layers: int) -> tuple[bool, ...]:
@@ -286,8 +288,9 @@ _AT_LEAST = types.MappingProxyType({
 def _check(config: Config) -> None:
     fields = dict(flatten(to_dict(config)))
     for name, least in _AT_LEAST.items():
-        if not least <= fields[name] < float("inf"):
-            raise ConfigError(f"{name}={fields[name]!r}: expected a finite number of at least {least}")
+        most = 2**31 if isinstance(fields[name], int) else float("inf")  # jax counts in int32
+        if not least <= fields[name] < most:
+            raise ConfigError(f"{name}={fields[name]!r}: expected a finite number of at least {least}, and below {most}")
 
     model, attention, data, optim, mesh = config.model, config.attention, config.data, config.optim, config.mesh
     xsa_layers(attention.xsa.layers, model.num_layers)
@@ -312,6 +315,7 @@ def _check(config: Config) -> None:
         f"attention.xsa.eps=0 with attention.xsa.zero_rule={attention.xsa.zero_rule!r}: expected a positive eps",
     )
     need(model.dropout < 1, f"model.dropout={model.dropout}: expected less than 1")
+    need(optim.eps > 0, f"optim.eps={optim.eps}: expected more than 0 (a parameter without gradient would become 0 / 0)")
     need(optim.peak_lr > 0, f"optim.peak_lr={optim.peak_lr}: expected more than 0")
     need(optim.beta1 < 1, f"optim.beta1={optim.beta1}: expected less than 1")
     need(optim.beta2 < 1, f"optim.beta2={optim.beta2}: expected less than 1")

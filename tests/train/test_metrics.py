@@ -87,7 +87,8 @@ def test_flops_are_six_per_parameter_at_the_paper_shape_and_the_same_for_xsa():
     ],
 )  # fmt: skip
 def test_peak_of_known_devices_and_none_for_others(kind, peak):
-    assert peak_flops(kind) == peak
+    assert peak_flops(kind, "bfloat16") == peak
+    assert peak_flops(kind, "float32") is None  # its peak is another
 
 
 def test_a_step_is_read_only_when_the_next_one_is_on_its_way(tmp_path):
@@ -115,7 +116,7 @@ def test_records_without_a_known_peak(tmp_path, clock):
 
 
 def test_mfu_of_a_known_device(tmp_path, clock, capsys):
-    config = tiny_config()
+    config = tiny_config({"model.dtype": "bfloat16"})
     device: Any = types.SimpleNamespace(device_kind="NVIDIA H200")
     with Metrics(tmp_path, config, 0, [device] * 4) as metrics:
         for step in (1, 2, 3):
@@ -175,13 +176,15 @@ def test_a_continued_run_drops_what_came_after_its_checkpoint_and_half_lines(tmp
     assert not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, loss):
+@pytest.mark.parametrize("bad", [{"loss": math.nan}, {"loss": math.inf}, {"grad_norm": math.nan}])
+def test_a_number_that_is_not_finite_stops_the_run(tmp_path, bad):
     with Metrics(tmp_path, tiny_config(), 0, jax.devices()[:1]) as metrics:
         metrics.add(1, values(1))
-        metrics.add(2, values(2, loss=loss))
-        with pytest.raises(UserError, match=r"step 2: the loss is (nan|inf).*optim\.peak_lr"):
-            metrics.add(3, values(3))
+        metrics.add(2, values(2) | bad)
+        with pytest.raises(UserError, match=r"step 2: the train (loss|grad_norm) is (nan|inf).*optim\.peak_lr"):
+            metrics.flush()  # as before a save
+        with pytest.raises(UserError, match="the validation loss is nan"):
+            metrics.write(2, "validation", {"loss": math.nan})
     assert [record["step"] for record in records(tmp_path)] == [1]
 
 

@@ -1,6 +1,7 @@
 """Multi-head attention with or without the exclusive projection; the arithmetic itself lives in `kernels`."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,15 @@ Array = jax.Array
 
 # Called with what one layer's attention saw and gave: (q_BTHE, k_BTKE, v_BTKE, z_BTHE, mask, sinks_H, softcap) -> named statistics.
 Probe = Callable[..., dict[str, Array]]
+
+
+class Context(NamedTuple):
+    """What every layer of one forward pass shares."""
+
+    phases: tuple[Array, Array]  # rotary cosine and sine, each [B or 1, T, 1, E/2]
+    segment_ids_BT: Array | None  # int32 documents of each row; None when a row is one document
+    dropout_key: Array | None  # None turns dropout off
+    probe: Probe | None
 
 
 class Attention(nnx.Module):
@@ -42,13 +52,7 @@ class Attention(nnx.Module):
             self.gate = layers.vector(0.0, (H,), ("heads",))
 
     def __call__(
-        self,
-        x_BTD: Array,
-        v_first_BTKE: Array | None,
-        layer: Array,
-        phases: tuple[Array, Array],
-        segment_ids_BT: Array | None,
-        probe: Probe | None = None,
+        self, x_BTD: Array, v_first_BTKE: Array | None, layer: Array, context: Context
     ) -> tuple[Array, Array | None, dict[str, Array]]:
         """Returns the layer's contribution [B, T, D], the first layer's values, and the probe's statistics.
 
@@ -56,8 +60,7 @@ class Attention(nnx.Module):
           x_BTD: normed residual stream.
           v_first_BTKE: values of layer 0 (anything of that shape in layer 0 itself); None turns the value residual off.
           layer: int32 scalar, the index of this layer; it may be traced.
-          phases: rotary cosine and sine, each [B or 1, T, 1, E/2].
-          segment_ids_BT: int32 documents of each row, or None when a row is one document.
+          context: of the forward pass.
         """
         config, dtype = self.config, x_BTD.dtype
         q_BTHE = jnp.einsum("BTD,DHE->BTHE", x_BTD, self.q[...].astype(dtype))
@@ -65,13 +68,13 @@ class Attention(nnx.Module):
         v_BTKE = jnp.einsum("BTD,DKE->BTKE", x_BTD, self.v[...].astype(dtype))
         if config.qk_norm:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
-        q_BTHE, k_BTKE = layers.rotate(q_BTHE, phases), layers.rotate(k_BTKE, phases)
+        q_BTHE, k_BTKE = layers.rotate(q_BTHE, context.phases), layers.rotate(k_BTKE, context.phases)
         if v_first_BTKE is not None:
             v_first_BTKE = jnp.where(layer == 0, v_BTKE, v_first_BTKE)
             v_BTKE = v_BTKE + self.value_mix[...].astype(dtype) * (v_first_BTKE - v_BTKE)
 
         # XSA projects on the v that attention averages: after the value residual, never after a rotation.
-        mask = kernels.MaskSpec(causal=True, window=config.window or None, segment_ids=segment_ids_BT)
+        mask = kernels.MaskSpec(causal=True, window=config.window or None, segment_ids=context.segment_ids_BT)
         sinks_H = self.sinks[...] if config.sinks else None
         softcap = config.logit_softcap or None
 
@@ -89,7 +92,9 @@ class Attention(nnx.Module):
             on = jnp.asarray(self.projects)[layer]
             z_BTHE = jax.lax.cond(on, lambda: attend(self._projection()), lambda: attend(None))
 
-        stats = {} if probe is None else probe(q_BTHE, k_BTKE, v_BTKE, z_BTHE, mask=mask, sinks_H=sinks_H, softcap=softcap)
+        stats = {}
+        if context.probe is not None:
+            stats = context.probe(q_BTHE, k_BTKE, v_BTKE, z_BTHE, mask=mask, sinks_H=sinks_H, softcap=softcap)
         return jnp.einsum("BTHE,HED->BTD", z_BTHE, self.out[...].astype(dtype)), v_first_BTKE, stats
 
     def _projection(self) -> kernels.Projection:

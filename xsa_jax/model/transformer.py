@@ -14,7 +14,7 @@ from flax import nnx
 from xsa_jax.config import AttentionConfig, Config, ModelConfig
 from xsa_jax.mesh import Axes, constrain
 from xsa_jax.model import layers
-from xsa_jax.model.attention import Attention, Probe, check
+from xsa_jax.model.attention import Attention, Context, Probe, check
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -30,14 +30,14 @@ class Block(nnx.Module):
         self.mlp_norm = layers.Norm(config.norm, config.d_model)
         self.mlp = layers.MLP(config, rngs=rngs)
 
-    def __call__(self, x_BTD, v_first_BTKE, layer, phases, segment_ids_BT, dropout_key, probe):
+    def __call__(
+        self, x_BTD: Array, v_first_BTKE: Array | None, layer: Array, context: Context
+    ) -> tuple[Array, Array | None, dict[str, Array]]:
         attention_key = mlp_key = None
-        if dropout_key is not None:
-            attention_key, mlp_key = jax.random.split(jax.random.fold_in(dropout_key, layer))
+        if context.dropout_key is not None:
+            attention_key, mlp_key = jax.random.split(jax.random.fold_in(context.dropout_key, layer))
         x_BTD = constrain(x_BTD, "batch", None, None)
-        out_BTD, v_first_BTKE, stats = self.attention(
-            self.attention_norm(x_BTD), v_first_BTKE, layer, phases, segment_ids_BT, probe
-        )
+        out_BTD, v_first_BTKE, stats = self.attention(self.attention_norm(x_BTD), v_first_BTKE, layer, context)
         x_BTD = x_BTD + layers.dropout(out_BTD, self.dropout, attention_key)
         x_BTD = x_BTD + layers.dropout(self.mlp(self.mlp_norm(x_BTD)), self.dropout, mlp_key)
         return constrain(x_BTD, "batch", None, None), v_first_BTKE, stats
@@ -91,8 +91,11 @@ class Transformer(nnx.Module):
         else:
             position_BT = layers.positions(segment_ids_BT)
         phases = layers.rope_phases(position_BT, self.attention.head_dim, self.attention.rope_theta)
+        context = Context(phases, segment_ids_BT, dropout_key, probe)
 
-        x_BTD = self.embed[...][tokens_BT].astype(dtype)
+        # Gathered over fsdp first: rows looked up in a table that is cut along its width would move twice.
+        embed_VD = constrain(self.embed[...], "vocab", None)
+        x_BTD = embed_VD[tokens_BT].astype(dtype)
         if config.embed_norm:
             x_BTD = self.embed_norm(x_BTD)
         if dropout_key is not None:
@@ -108,7 +111,7 @@ class Transformer(nnx.Module):
             x_BTD, v_first_BTKE = carry
             block_params, layer = scanned
             block = nnx.merge(graphdef, block_params)
-            x_BTD, v_first_BTKE, stats = block(x_BTD, v_first_BTKE, layer, phases, segment_ids_BT, dropout_key, probe)
+            x_BTD, v_first_BTKE, stats = block(x_BTD, v_first_BTKE, layer, context)
             return (x_BTD, v_first_BTKE), stats
 
         body = _REMAT[config.remat](body)

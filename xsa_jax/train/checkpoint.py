@@ -34,6 +34,8 @@ class Checkpoints:
             raise UserError(
                 f"{workdir}: expected a run with a folder 'checkpoints', found none; name the --workdir of a training run"
             )
+        if self.directory.exists() and not self.directory.is_dir():
+            raise UserError(f"{self.directory}: expected a folder, found a file; move it away")
         keep: Any = ocp.training.preservation_policies
         policies = [] if config is None else [keep.LatestN(config.keep_last)]
         if config is not None and config.keep_every:
@@ -48,8 +50,9 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_exc: object) -> None:
-        self._orbax.close()
+    def __exit__(self, kind: object, *_rest: object) -> None:
+        with self._writable() if kind is None else contextlib.suppress(Exception):
+            self._orbax.close()
 
     @property
     def steps(self) -> list[int]:
@@ -61,13 +64,18 @@ class Checkpoints:
         return self.steps[-1] if self.steps else None
 
     def save(self, step: int, state: TrainState, model: Model, loader_state: dict[str, Any]) -> None:
-        """Starts to save `state`, which is `step` updates old; returns once the values are copied off the device."""
+        """Starts to save `state`, which is `step` updates old; returns once the values are copied off the device.
+
+        Raises:
+          UserError: this save, or the one before it that went on in the background, could not be written.
+        """
         items = {
             "params": state.params,
             "opt_state": {"step": state.step, "rng": state.rng, "optimizer": state.opt_state},
         }
         meta = {"config": to_dict(model.config), "loader": loader_state}
-        self._orbax.save_checkpointables_async(step, items, custom_metadata=meta)
+        with self._writable():
+            self._orbax.save_checkpointables_async(step, items, custom_metadata=meta)
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
         """The stored {"config": ..., "loader": ...} of a step, the latest by default.
@@ -131,11 +139,25 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as error:  # Orbax raises many kinds, down to those of its storage library.
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
-                f"{self.directory / str(step)}: this checkpoint cannot be read ({reason[:300]}). It may be damaged: "
+                f"{self.directory / str(step)}: this checkpoint cannot be read ({_reason(error)}). It may be damaged: "
                 f"restore the folder, or move it away to go on from an earlier step"
             ) from error
+
+    @contextlib.contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise UserError(
+                f"{self.directory}: a checkpoint could not be written ({_reason(error)}). Those before it are whole: make room, "
+                f"or see to the folder's rights, and run the same command again"
+            ) from error
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]
 
 
 def _check_leaves(abstract: dict[str, Any], stored: dict[str, Any], where: str) -> None:

@@ -14,10 +14,11 @@ import tensorboardX
 
 from xsa_jax.config import Config, UserError
 
-# Dense bfloat16 peak of one device, FLOP/s, by a part of jax's device_kind; from the makers' data sheets.
+# Dense bfloat16 peak of one device, FLOP/s, by jax's device_kind in lower case; from the makers' data sheets.
 _PEAK_FLOPS = {
-    "tpu v4": 275e12, "tpu v5 lite": 197e12, "tpu v5e": 197e12, "tpu v5p": 459e12, "tpu v5": 459e12, "tpu v6": 918e12,
-    "tpu7x": 2307e12, "a100": 312e12, "h100 pcie": 756e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12,
+    "tpu v4": 275e12, "tpu v5 lite": 197e12, "tpu v5e": 197e12, "tpu v5": 459e12, "tpu v5p": 459e12, "tpu v6 lite": 918e12,
+    "tpu v6e": 918e12, "tpu7x": 2307e12, "nvidia a100-sxm4-40gb": 312e12, "nvidia a100-sxm4-80gb": 312e12,
+    "nvidia h100 80gb hbm3": 989e12, "nvidia h100 pcie": 756e12, "nvidia h200": 989e12,
 }  # fmt: skip
 
 
@@ -25,7 +26,7 @@ def train_flops_per_token(config: Config) -> float:
     """FLOPs of forward and backward for one token, by the usual count (PaLM, arXiv 2204.02311, appendix B).
 
     6 per matrix weight, and 12 * H * E per key and layer, masked keys counted too (a window bounds them). SA and XSA count the
-    same: the projection's 12 * H * E per layer is below a thousandth of either, and one scale keeps their MFU comparable.
+    same: the projection adds no more than one key to each token, and one scale keeps their MFU comparable.
     """
     model, attention = config.model, config.attention
     heads = attention.num_heads * attention.head_dim
@@ -36,9 +37,9 @@ def train_flops_per_token(config: Config) -> float:
     return 6.0 * weights + 12.0 * model.num_layers * heads * keys
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Peak FLOP/s of one device, or None for a device this table does not know: an unknown peak gives no MFU, not a guess."""
-    return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_kind.lower()), None)
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """Peak FLOP/s of one device for this compute type, or None where the table does not know: no MFU rather than a guess."""
+    return _PEAK_FLOPS.get(device_kind.lower()) if dtype == "bfloat16" else None
 
 
 class Metrics:
@@ -59,7 +60,7 @@ class Metrics:
         self._config = config
         self._writes = jax.process_index() == 0
         self._flops = train_flops_per_token(config)
-        peak = peak_flops(devices[0].device_kind)
+        peak = peak_flops(devices[0].device_kind, config.model.dtype)
         self._peak = peak * len(devices) if peak else None
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._step, self._time, self._tokens = start, time.perf_counter(), 0.0
@@ -89,18 +90,14 @@ class Metrics:
         """Reads and, where it is their turn, writes the metrics that wait.
 
         Raises:
-          UserError: the loss is not finite.
+          UserError: the loss or the gradient is not finite.
         """
         if self._pending is None:
             return
         (step, device_values), self._pending = self._pending, None
         values: dict[str, Any] = {name: float(value) for name, value in jax.device_get(dict(device_values)).items()}
         self._tokens += values.pop("tokens")
-        if not math.isfinite(values["loss"]):
-            raise UserError(
-                f"step {step}: the loss is {values['loss']} and will not recover; the checkpoints from before are kept. "
-                f"Lower optim.peak_lr, lengthen optim.warmup_steps, or look at the data"
-            )
+        _check_finite(step, "train", values)
         if step % self._config.train.log_every and step != self._config.train.num_steps and self._warm:
             return
         now = time.perf_counter()
@@ -114,7 +111,12 @@ class Metrics:
         self._warm = True  # The first step holds the compilation: its time is nobody's step time.
 
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-        """Writes one record and its line for people."""
+        """Writes one record and its line for people.
+
+        Raises:
+          UserError: the loss is not finite.
+        """
+        _check_finite(step, split, values)
         if not self._writes:
             return
         self._file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
@@ -134,6 +136,16 @@ class Metrics:
         self._step, self._time, self._tokens = step, now, 0.0
 
 
+def _check_finite(step: int, split: str, values: Mapping[str, Any]) -> None:
+    """Stops a run before it saves weights that no later step can mend."""
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(values.get(name, 0.0)):
+            raise UserError(
+                f"step {step}: the {split} {name} is {values[name]} and the run will not recover; its checkpoints from before "
+                f"are kept. Lower optim.peak_lr, lengthen optim.warmup_steps, or look at the data"
+            )
+
+
 def _line(step: int, num_steps: int, split: str, values: Mapping[str, Any]) -> str:
     parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}", f"{split} loss {values['loss']:.4f}"]
     if "bits_per_byte" in values:
@@ -148,17 +160,22 @@ def _line(step: int, num_steps: int, split: str, values: Mapping[str, Any]) -> s
     return "  ".join(parts)
 
 
+def last_step(workdir: pathlib.Path) -> int:
+    """The last step that `metrics.jsonl` tells of, 0 without one."""
+    return max((step for step, _ in _records(workdir / "metrics.jsonl")), default=0)
+
+
 def _rewind(path: pathlib.Path, start: int) -> None:
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # the line that a kill cut short
-            continue
-        if record["step"] <= start:
-            kept.append(line + "\n")
+    kept = [line for step, line in _records(path) if step <= start]
     scratch = path.with_suffix(".tmp")
     scratch.write_text("".join(kept))
     os.replace(scratch, path)
+
+
+def _records(path: pathlib.Path) -> Iterator[tuple[int, str]]:
+    """(step, line) of every record; what is none, such as a line that a kill cut short, is passed over."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            yield int(json.loads(line)["step"]), line + "\n"
+        except (ValueError, TypeError, KeyError):
+            continue
