@@ -66,7 +66,7 @@ def get_config() -> ConfigDict:
     config.train = ConfigDict()
     config.train.num_steps = 200_000
     config.train.z_loss = 0.0
-    config.train.loss_chunk = 128  # positions whose logits exist at once
+    config.train.loss_chunk = 128  # positions of each row whose logits exist at once
     config.train.log_every = 10
 
     config.eval = ConfigDict()
