@@ -15,7 +15,7 @@ from tests.helpers import subprocess_env
 
 # As train.py: a main module that imports jax, and reads through a loader with workers. Each row tells of its process.
 TRAINER = """
-import itertools, os, sys
+import itertools, os, signal, sys
 
 import grain
 import jax
@@ -42,7 +42,12 @@ if __name__ == "__main__":
     for batch in itertools.islice(batches, 6):
         print(*batch["tokens"][0], flush=True)
     if "wait" in sys.argv:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        print("waiting", flush=True)
         sys.stdin.read()
+        for batch in itertools.islice(batches, 30):
+            print(*batch["tokens"][0], flush=True)
     batches.close()
 """
 
@@ -69,6 +74,32 @@ def test_loader_workers_end_with_a_killed_trainer(trainer):
     assert len(workers) == 3
     process.send_signal(signal.SIGKILL)
     process.wait()
+    assert_gone(workers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_loader_workers_go_on_when_the_whole_group_is_told_to_stop(trainer, number):
+    process = subprocess.Popen(
+        [*trainer, "wait"],
+        env=subprocess_env(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    workers = {int(process.stdout.readline().split()[2]) for _ in range(6)}
+    assert process.stdout.readline() == "waiting\n"
+    os.killpg(process.pid, number)
+    output, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "")
+    rows = [int(line.split()[2]) for line in output.splitlines()]
+    assert len(rows) == 30, "more than could wait in the workers' queues"
+    assert set(rows) == workers
+    assert_gone(workers)
+
+
+def assert_gone(workers):
     deadline = time.monotonic() + 30
     while any(exists(worker) for worker in workers):
         assert time.monotonic() < deadline, "workers outlived their parent"

@@ -3,6 +3,7 @@
 The functions that workers call stand here, not in `prepare`: what a main module defines cannot be found in a worker.
 """
 
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
@@ -44,6 +45,7 @@ _shared: Any = None
 def _share(counters: Any) -> None:
     global _shared
     _shared = counters
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how the pool ends the rest after one was killed
 
 
 class _Stopped(Exception):

@@ -17,7 +17,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_jax() -> Iterator[None]:
-    """Processes spawned by multiprocessing inside this context cannot import jax, ignore SIGINT and outlive no parent."""
+    """Processes spawned by multiprocessing inside this context cannot import jax and outlive no parent, which alone ends them.
+
+    They ignore SIGINT and SIGTERM: ctrl-C and a scheduler's notice reach the whole process group, and the parent still needs
+    its workers to finish the step under way.
+    """
     main = sys.modules["__main__"]
     spec = main.__spec__
     main.__spec__ = importlib.util.find_spec("xsa_jax.data.spawn")
@@ -44,5 +48,6 @@ if __name__ == "__mp_main__":
     for blocked in ("jax", "jaxlib", "flax", "orbax"):
         sys.modules[blocked] = None  # type: ignore[assignment]
     _quiet_grain()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
+    for notice in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(notice, signal.SIG_IGN)
     threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
