@@ -210,6 +210,7 @@ def test_a_state_of_another_stream_is_refused(store, change, message):
 def test_a_state_of_another_store_or_split_is_refused(tmp_path):
     one, other = (text_store(tmp_path / str(seed), words(20, seed), validation_fraction=0.5) for seed in range(2))
     state = make(one).state(5)
+    assert state["tokenizer"] == "utf8-bytes-eot256"
     with pytest.raises(UserError, match=rf"store \(checkpoint: '{one.hash}', now: '{other.hash}'\)"):
         make(other).check_state(state)
     validation = Loader(one, "validation", seq_len=T, batch_size=B, seed=3)

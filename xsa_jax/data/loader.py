@@ -101,6 +101,7 @@ class Loader:
         self._workers = workers
         self._identity = {
             "store": store.hash,
+            "tokenizer": store.meta["tokenizer"]["fingerprint"],
             "split": split,
             "seed": seed,
             "seq_len": seq_len,
