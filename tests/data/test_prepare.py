@@ -2,33 +2,13 @@ import collections
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 from tests.data.helpers import documents, files_of, settings, text_store, words, write_json_lines, write_parquet
-from tests.helpers import subprocess_env
 from xsa_jax.config import UserError
 from xsa_jax.data.prepare import main, prepare
 from xsa_jax.data.store import TokenStore
-
-
-def command(pattern, output, *more):
-    return [
-        sys.executable,
-        "-m",
-        "xsa_jax.data.prepare",
-        "--input",
-        str(pattern),
-        "--tokenizer",
-        "bytes",
-        "--output",
-        str(output),
-        *more,
-    ]
 
 
 @pytest.fixture
@@ -76,66 +56,6 @@ def test_workers_change_no_byte(texts_folder):
     assert {name.split("/")[0] for name in files_of(texts_folder / "one")} == {"meta.json", "train", "validation"}
 
 
-def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path):
-    for index in range(10):
-        write_json_lines(tmp_path / f"{index}.jsonl", words(40, seed=index) * 150)
-    run = command(tmp_path / "*.jsonl", tmp_path / "killed", "--workers", "2", "--validation-fraction", "0.1")
-    process = subprocess.Popen(run, env=subprocess_env())
-    while not (tmp_path / "killed" / "work" / "00000.json").exists():
-        assert process.poll() is None, "finished before it could be killed"
-        time.sleep(0.002)
-    workers = children(process.pid)
-    process.kill()
-    process.wait()
-    assert not (tmp_path / "killed" / "meta.json").exists()
-    with pytest.raises(UserError, match="did not finish"):
-        TokenStore.open(tmp_path / "killed")
-    done = (tmp_path / "killed" / "train" / "00000.tokens.npy").stat().st_mtime_ns
-    assert workers
-    wait_until(lambda: not any(alive(worker) for worker in workers), "workers outlived their parent")
-
-    subprocess.run(run, env=subprocess_env(), check=True, capture_output=True)
-    assert (tmp_path / "killed" / "train" / "00000.tokens.npy").stat().st_mtime_ns == done
-    prepare([str(tmp_path / "*.jsonl")], tmp_path / "straight", settings(validation_fraction=0.1))
-    assert files_of(tmp_path / "killed") == files_of(tmp_path / "straight")
-
-
-def children(pid):
-    tasks = f"/proc/{pid}/task/{pid}/children"
-    if not os.path.exists(tasks):
-        pytest.skip("needs Linux's list of child processes")
-    with open(tasks) as file:
-        return [int(child) for child in file.read().split()]
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition, message):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, message
-        time.sleep(0.05)
-
-
-def test_ctrl_c_stops_the_workers_and_says_how_to_continue(tmp_path):
-    for index in range(2):
-        write_json_lines(tmp_path / f"{index}.jsonl", [text * 50 for text in words(20, seed=index)] * 100)
-    run = command(tmp_path / "*.jsonl", tmp_path / "out", "--workers", "2")
-    process = subprocess.Popen(run, env=subprocess_env(), stderr=subprocess.PIPE, text=True, start_new_session=True)
-    wait_until((tmp_path / "out" / "train").exists, "did not start")
-    os.killpg(process.pid, signal.SIGINT)
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == 130
-    assert error.strip() == "prepare: interrupted; run the same command again to continue"
-    assert not list((tmp_path / "out" / "train").iterdir()), "a worker went on to the end of its file"
-
-
 def test_a_broken_input_can_be_mended_or_skipped_without_starting_over(tmp_path):
     begin(tmp_path)
     assert not list((tmp_path / "store").rglob("*.tmp"))
@@ -159,6 +79,25 @@ def test_an_input_that_changed_after_it_was_read_is_refused(tmp_path):
     write_json_lines(tmp_path / "finished" / "0.jsonl", words(4))
     with pytest.raises(UserError, match=r"finished.*input 0\.jsonl changed"):
         prepare([str(tmp_path / "finished" / "*.jsonl")], store.path, settings())
+
+
+@pytest.mark.fast
+def test_an_input_that_was_only_touched_is_the_same(tmp_path):
+    begin(tmp_path)
+    os.utime(tmp_path / "0.jsonl", (0, 0))
+    (tmp_path / "1.jsonl").write_text('{"text": "mended"}\n')
+    meta = prepare([str(tmp_path / "*.jsonl")], tmp_path / "store", settings())
+    os.utime(tmp_path / "0.jsonl", (1, 1))
+    assert prepare([str(tmp_path / "*.jsonl")], tmp_path / "store", settings()) == meta
+
+
+def test_an_input_changed_without_changing_its_size_is_refused(tmp_path):
+    write_json_lines(tmp_path / "0.jsonl", ["one"])
+    prepare([str(tmp_path / "0.jsonl")], tmp_path / "store", settings())
+    write_json_lines(tmp_path / "0.jsonl", ["two"])
+    os.utime(tmp_path / "0.jsonl", (0, 0))
+    with pytest.raises(UserError, match=r"finished.*input 0\.jsonl changed"):
+        prepare([str(tmp_path / "0.jsonl")], tmp_path / "store", settings())
 
 
 def test_a_store_with_skipped_documents_is_not_one_without(tmp_path):
@@ -294,6 +233,34 @@ def test_bad_arguments(tmp_path, capsys, arguments, message):
 def test_the_command_line_reports_errors_in_one_line(tmp_path, capsys):
     assert main(["--input", str(tmp_path / "gone.jsonl"), "--tokenizer", "bytes", "--output", str(tmp_path / "s")]) == 1
     assert re.fullmatch(r"prepare: --input .*gone\.jsonl: no such file; .*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_an_output_that_cannot_be_a_folder(tmp_path, capsys, name):
+    write_json_lines(tmp_path / "0.jsonl", words(3))
+    (tmp_path / "file").touch()
+    arguments = ["--input", str(tmp_path / "0.jsonl"), "--tokenizer", "bytes", "--output", str(tmp_path / name)]
+    assert main(arguments) == 1
+    assert re.fullmatch(r"prepare: --output .*: cannot be made \(.*\); expected a folder.*\n", capsys.readouterr().err)
+
+
+def test_verify_says_that_a_store_is_intact_or_damaged(tmp_path, capsys):
+    store = text_store(tmp_path, words(5))
+    assert main(["--verify", "--output", str(store.path)]) == 0
+    assert capsys.readouterr().out.endswith(f"{store.path}: OK, every shard holds what was written\n")
+    tokens = store.path / "train" / "00000.tokens.npy"
+    tokens.write_bytes(tokens.read_bytes()[:-2] + b"zz")
+    assert main(["--verify", "--output", str(store.path)]) == 1
+    assert re.fullmatch(r"prepare: .*00000: its content changed .*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--input", "x.jsonl"], ["--verify", "--input", "x.jsonl"], ["--verify", "--tokenizer", "bytes"]]
+)
+def test_either_makes_or_verifies(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(["--output", "tokens", *arguments])
+    assert "--input and --tokenizer to make a store, or --verify alone" in capsys.readouterr().err
 
 
 def test_special_tokens_spelled_in_text_add_no_end_of_text(tmp_path):

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -44,6 +45,25 @@ def test_it_is_the_same_every_time(corpus, tmp_path):
     run = [sys.executable, "-m", "xsa_jax.data.python_text", "--output", str(tmp_path)]
     subprocess.run(run, env=subprocess_env(PYTHONHASHSEED="1"), check=True, capture_output=True)
     assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [path.read_bytes() for path in corpus]
+
+
+def test_files_that_hold_it_already_are_left_alone(tmp_path):
+    paths = python_text.write(tmp_path)
+    prepare([str(tmp_path / "*.parquet")], tmp_path / "store", settings())
+    paths[1].write_bytes(b"cut short")
+    before = [path.stat().st_mtime_ns for path in paths]
+    content = paths[0].read_bytes()
+    python_text.write(tmp_path)
+    after = [path.stat().st_mtime_ns for path in paths]
+    assert [a == b for a, b in zip(after, before, strict=True)] == [True, False, True, True]
+    assert paths[0].read_bytes() == content
+    prepare([str(tmp_path / "*.parquet")], tmp_path / "store", settings())
+
+
+def test_an_output_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert python_text.main(["--output", str(tmp_path / "file")]) == 1
+    assert re.fullmatch(r"python_text: --output .*file: .*File exists.*; expected a folder .*\n", capsys.readouterr().err)
 
 
 def test_it_prepares(corpus, tmp_path):

@@ -112,6 +112,7 @@ def test_parquet_that_is_not_utf8(tmp_path):
         (b'{"body": "x"}', "no_text", "'text'"),
         (b'{"text": 7}', "no_text", "'text'"),
         (b'["text"]', "no_text", "'text'"),
+        (b"[" * 100_000, "not_json", "recursion"),
     ],
 )
 def test_bad_line(tmp_path, line, reason, detail):

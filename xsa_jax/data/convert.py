@@ -46,7 +46,7 @@ def convert(job: Job, report: Report) -> dict[str, Any]:
     """Writes the shards of one input file.
 
     Returns:
-      {"shards": {split: record}, "skipped": {reason: count}, "named": [line, ...]}
+      {"shards": {split: record}, "skipped": {reason: count}, "named": [line, ...], "hash": of the file}
 
     Raises:
       UserError: see `text.Reader.batches`.
@@ -56,6 +56,7 @@ def convert(job: Job, report: Report) -> dict[str, Any]:
     dtype = token_dtype(encoder.vocab_size)
     before = [encoder.eot_id] if settings.eot in ("start", "both") else []
     after = [encoder.eot_id] if settings.eot in ("end", "both") else []
+    content = file_hash(job.path)  # before reading: a file that changes under the reader will not match
     reader = text.Reader(job.path, settings.on_error)
     read = 0.0
     with contextlib.ExitStack() as stack:
@@ -80,7 +81,17 @@ def convert(job: Job, report: Report) -> dict[str, Any]:
             report(sum(len(ids) for name in writers for ids in encoded[name]), reader.fraction - read)
             read = reader.fraction
         shards = {name: record for name, writer in writers.items() if (record := writer.commit())}
-    return {"shards": shards, "skipped": dict(sorted(reader.skipped.items())), "named": reader.named}
+    skipped = dict(sorted(reader.skipped.items()))
+    return {"shards": shards, "skipped": skipped, "named": reader.named, "hash": content}
+
+
+def file_hash(path: Path) -> str | None:
+    """Of an input's bytes; None when it cannot be read, which `Reader` has reported."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError:
+        return None
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -1,6 +1,7 @@
 """Makes a token store from text files.
 
     python -m xsa_jax.data.prepare --input 'fineweb/*.parquet' --tokenizer gpt2 --output tokens/
+    python -m xsa_jax.data.prepare --verify --output tokens/
 
 One job per input file, over worker processes. Each finished file is recorded, so the same command continues after any
 interruption; the result does not depend on the number of workers.
@@ -21,7 +22,7 @@ from typing import Any
 
 from xsa_jax.config import UserError
 from xsa_jax.data import pool, store, text, tokenizer
-from xsa_jax.data.convert import Job, Settings, token_dtype
+from xsa_jax.data.convert import Job, Settings, file_hash, token_dtype
 from xsa_jax.data.progress import Progress
 from xsa_jax.data.shard import EOTS_PER_DOCUMENT
 
@@ -45,14 +46,17 @@ def prepare(inputs: Sequence[str], output: str | os.PathLike[str], settings: Set
     paths = text.expand(inputs)
     encoder = tokenizer.load(settings.tokenizer)
     plan = _plan(paths, encoder, settings)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder}: cannot be made ({error}); expected a folder, new or begun by this command") from error
     with _locked(folder):
         if (folder / store.META).exists():
             meta = store.read_meta(folder)
-            _check_same(folder, "finished", _plan_of(meta), plan)
+            _check_same(folder, "finished", _plan_of(meta), plan, paths)
             shutil.rmtree(folder / store.WORK, ignore_errors=True)
             return meta
-        work = _begin(folder, plan)
+        work = _begin(folder, plan, paths)
         jobs = [Job(index, path, folder, settings) for index, path in enumerate(paths)]
         _run(jobs, work, workers)
         return _finish(folder, jobs, plan, encoder)
@@ -80,7 +84,7 @@ def _plan_of(meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_same(folder: Path, state: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+def _check_same(folder: Path, state: str, old: dict[str, Any], new: dict[str, Any], paths: Sequence[Path]) -> None:
     # What "fail" let through holds no broken document, so "skip" would have written the same.
     same = {"on_error"} if new["on_error"] == "skip" else set()
     fields = [key for key in new if key != "inputs" and key not in same]
@@ -90,13 +94,20 @@ def _check_same(folder: Path, state: str, old: dict[str, Any], new: dict[str, An
         changes.append(f"the list of inputs had {_names(was)}, now {_names(now)}")
     else:
         changes += [
-            f"input {a['name']} changed (it had {_stamp(a)}, now {_stamp(b)})" for a, b in zip(was, now, strict=True) if a != b
+            f"input {a['name']} changed (it had {_stamp(a)}, now {_stamp(b)})"
+            for a, b, path in zip(was, now, paths, strict=True)
+            if not _same_input(a, b, path)
         ]
     if changes:
         raise UserError(
             f"{folder} holds a {state} store made otherwise: {'; '.join(changes)}. "
             "Use the same command as before, or another --output (or delete the folder)"
         )
+
+
+def _same_input(was: dict[str, Any], now: dict[str, Any], path: Path) -> bool:
+    # Only what was touched is worth reading again.
+    return was["size"] == now["size"] and (was["mtime_ns"] == now["mtime_ns"] or was.get("hash") == file_hash(path))
 
 
 def _names(entries: Sequence[dict[str, Any]]) -> str:
@@ -121,19 +132,18 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _begin(folder: Path, plan: dict[str, Any]) -> Path:
+def _begin(folder: Path, plan: dict[str, Any], paths: Sequence[Path]) -> Path:
     """Starts the folder of an unfinished preparation, or checks that what it holds may be continued."""
     work = folder / store.WORK
     file = work / "plan.json"
     if file.exists():
         old = json.loads(file.read_text(encoding="utf-8"))
-        # An input that is still to be read may be mended.
-        inputs = zip(old["inputs"], plan["inputs"], strict=False)
-        unread = [
-            now if was["name"] == now["name"] and not _record(work, index).exists() else was
-            for index, (was, now) in enumerate(inputs)
-        ]
-        _check_same(folder, "half-made", old | {"inputs": unread + old["inputs"][len(unread) :]}, plan)
+        for index, (was, now) in enumerate(zip(old["inputs"], plan["inputs"], strict=False)):
+            if _record(work, index).exists():
+                was["hash"] = _read_record(work, index)["hash"]
+            elif was["name"] == now["name"]:
+                was.update(now)  # an input that is still to be read may be mended
+        _check_same(folder, "half-made", old, plan, paths)
     else:
         strangers = sorted(path.name for path in folder.iterdir() if path.name != store.WORK)
         if strangers:
@@ -149,10 +159,14 @@ def _record(work: Path, index: int) -> Path:
     return work / f"{index:05}.json"
 
 
+def _read_record(work: Path, index: int) -> dict[str, Any]:
+    return json.loads(_record(work, index).read_text(encoding="utf-8"))
+
+
 def _run(jobs: Sequence[Job], work: Path, workers: int) -> None:
-    sizes = {job.index: job.path.stat().st_size for job in jobs}
     pending = [job for job in jobs if not _record(work, job.index).exists()]
-    progress = Progress(sum(sizes.values()), sum(sizes[job.index] for job in jobs if job not in pending))
+    total, left = (sum(job.path.stat().st_size for job in some) for some in (jobs, pending))
+    progress = Progress(total, total - left)
     with contextlib.closing(progress):
         for job, result in pool.run(pending, progress, workers):
             store.write_json(_record(work, job.index), result)
@@ -160,7 +174,7 @@ def _run(jobs: Sequence[Job], work: Path, workers: int) -> None:
 
 def _finish(folder: Path, jobs: Sequence[Job], plan: dict[str, Any], encoder: tokenizer.Tokenizer) -> dict[str, Any]:
     work = folder / store.WORK
-    results = [json.loads(_record(work, job.index).read_text(encoding="utf-8")) for job in jobs]
+    results = [_read_record(work, job.index) for job in jobs]
     splits = {
         name: shards
         for name in ("train", "validation")
@@ -177,7 +191,12 @@ def _finish(folder: Path, jobs: Sequence[Job], plan: dict[str, Any], encoder: to
     if isinstance(encoder, tokenizer.JsonFile):
         (folder / "tokenizer.json").write_bytes(encoder.json)
     described = {key: getattr(encoder, key) for key in ("name", "fingerprint", "vocab_size", "eot_id")}
-    made = {key: plan[key] for key in ("validation_fraction", "on_error", "inputs")} | {"skipped": dict(sorted(skipped.items()))}
+    made = {
+        "validation_fraction": plan["validation_fraction"],
+        "on_error": plan["on_error"],
+        "inputs": [entry | {"hash": result["hash"]} for entry, result in zip(plan["inputs"], results, strict=True)],
+        "skipped": dict(sorted(skipped.items())),
+    }
     meta = store.write_meta(folder, described, token_dtype(encoder.vocab_size).name, plan["eot"], splits, made)
     shutil.rmtree(work)
     return meta
@@ -196,8 +215,8 @@ def summary(meta: dict[str, Any]) -> str:
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m xsa_jax.data.prepare", description=__doc__.splitlines()[0])
-    parser.add_argument("--input", nargs="+", required=True, help=f"paths or quoted globs; {' '.join(text.SUFFIXES)}")
-    parser.add_argument("--tokenizer", required=True, help="gpt2, bytes, or the path of a tokenizers JSON file")
+    parser.add_argument("--input", nargs="+", help=f"paths or quoted globs; {' '.join(text.SUFFIXES)}")
+    parser.add_argument("--tokenizer", help="gpt2, bytes, or the path of a tokenizers JSON file")
     parser.add_argument("--output", required=True, help="the folder of the store")
     parser.add_argument(
         "--validation-fraction", type=float, default=0.005, help="share of documents held out, by hash (%(default)s)"
@@ -205,16 +224,32 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: one per core")
     parser.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="what a broken file or document does (fail)")
     parser.add_argument("--eot", choices=tuple(EOTS_PER_DOCUMENT), default="end", help="end-of-text tokens (%(default)s)")
-    return parser.parse_args(argv)
+    parser.add_argument("--verify", action="store_true", help="read the store in --output again and compare its hashes; no --input")
+    args = parser.parse_args(argv)
+    if args.verify == bool(args.input) or args.verify == bool(args.tokenizer):
+        parser.error("expected --input and --tokenizer to make a store, or --verify alone to check one")
+    return args
+
+
+def _verify(output: str) -> int:
+    opened = store.TokenStore.open(output)
+    opened.verify()
+    print(f"{summary(opened.meta)}\n{output}: OK, every shard holds what was written")
+    return 0
 
 
 def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
-    settings = Settings(args.tokenizer, args.validation_fraction, args.eot, args.on_error)
     try:
+        if args.verify:
+            return _verify(args.output)
+        settings = Settings(args.tokenizer, args.validation_fraction, args.eot, args.on_error)
         meta = prepare(args.input, args.output, settings, args.workers)
     except UserError as error:
         print(f"prepare: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a full disk, or one that cannot be read or written
+        print(f"prepare: {args.output}: {error}; run the same command again once this is mended", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nprepare: interrupted; run the same command again to continue", file=sys.stderr)

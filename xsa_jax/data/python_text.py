@@ -10,6 +10,7 @@ import argparse
 import ast
 import hashlib
 import inspect
+import io
 import platform
 import sys
 import sysconfig
@@ -42,7 +43,7 @@ def documents() -> Iterator[tuple[str, str]]:
 
 
 def write(output: Path) -> list[Path]:
-    """Writes the corpus as `FILES` parquet files and returns their paths."""
+    """Writes the corpus as `FILES` parquet files, leaving those alone that hold it already, and returns their paths."""
     rows = [_row(where, text) for where, text in documents()]
     # By hash, so that every file holds a like mixture.
     rows.sort(key=lambda row: str(row["id"]))
@@ -50,7 +51,12 @@ def write(output: Path) -> list[Path]:
     paths = []
     for index in range(FILES):
         path = output / f"python_text_{index}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows[index::FILES], _SCHEMA), path, compression="zstd", row_group_size=500)
+        buffer = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(rows[index::FILES], _SCHEMA), buffer, compression="zstd", row_group_size=500)
+        if not path.exists() or path.read_bytes() != buffer.getvalue():
+            scratch = path.with_name(f"{path.name}.tmp")
+            scratch.write_bytes(buffer.getvalue())
+            scratch.replace(path)
         paths.append(path)
     return paths
 
@@ -102,7 +108,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", required=True, type=Path, help="the folder for the parquet files")
     args = parser.parse_args(argv)
     began = time.monotonic()
-    paths = write(args.output)
+    try:
+        paths = write(args.output)
+    except OSError as error:
+        print(f"python_text: --output {args.output}: {error}; expected a folder that can be written", file=sys.stderr)
+        return 1
     rows = sum(pq.read_metadata(path).num_rows for path in paths)
     print(f"{rows:,} documents in {len(paths)} files under {args.output}, {time.monotonic() - began:.1f} s")
     return 0

@@ -152,7 +152,7 @@ class Reader:
         except UnicodeError as error:
             self._reject("not_utf8", where, f"not UTF-8 ({error})")
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             self._reject("not_json", where, f"not JSON ({error})")
             return None
         if text is not None and not isinstance(text, str):
