@@ -25,7 +25,7 @@ _READERS = {
     "kernels", "xsa_jax.config", "xsa_jax.mesh", "xsa_jax.model", "xsa_jax.data",
     "xsa_jax.train.checkpoint", "xsa_jax.train.loss", "xsa_jax.train.state", "xsa_jax.train.validate",
 }  # fmt: skip
-ALLOWED["xsa_jax.evaluate"] = _READERS
+ALLOWED["xsa_jax.evaluate"] = _READERS | {"xsa_jax.analyze.labels"}
 ALLOWED["xsa_jax.analyze"] = _READERS
 
 FILES = {

@@ -24,16 +24,18 @@ def evaluation(loss):
     trained = {"context": 16, "loss": loss, "bits_per_byte": 2 * loss, "perplexity": float(np.exp(loss)), "tokens": 160}
     return {
         "store": {"hash": "abc"},
-        "losses": [{**trained, "buckets": buckets}, {**trained, "context": 8, "loss": loss + 0.5, "buckets": []}],
+        "losses": [{**trained, "buckets": buckets}, {**trained, "context": 8, "loss": loss + 0.5, "buckets": buckets}],
         "similarity": {name: [[value, value + 0.1], [value, value - 0.1]] for name, value in STATISTICS.items()},
     }
 
 
-def make_run(path: pathlib.Path, kind, loss, times=(0.5, 0.1, 0.2), overrides=None, steps=(20,), devices="1 x cpu") -> pathlib.Path:
+def make_run(
+    path: pathlib.Path, kind, loss, times=(None, 0.1, 0.2, 0.9), overrides=None, steps=(20,), devices="1 x cpu"
+) -> pathlib.Path:
     (path / "eval").mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(tiny_tree({"attention.kind": kind, **(overrides or {})})))
-    train = [{"step": i + 1, "split": "train", "loss": loss + 3 - i} for i in range(3)]
-    train = [record | {"step_time": seconds} for record, seconds in zip(train, times, strict=True)]
+    train = [{"step": i, "split": "train", "loss": loss + 4 - i} for i in range(1, len(times) + 1)]
+    train = [record if seconds is None else record | {"step_time": seconds} for record, seconds in zip(train, times, strict=True)]
     validation = [{"step": i, "split": "validation", "loss": loss + 1 / i} for i in (1, 2, 3)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*train, *validation]))
     (path / "starts.jsonl").write_text(json.dumps({"devices": devices}) + "\n")
@@ -44,7 +46,7 @@ def make_run(path: pathlib.Path, kind, loss, times=(0.5, 0.1, 0.2), overrides=No
 
 @pytest.fixture
 def pair(tmp_path):
-    return [make_run(tmp_path / "a", "sa", 3.0), make_run(tmp_path / "b", "xsa", 2.9, times=(0.9, 0.3, 0.25))]
+    return [make_run(tmp_path / "a", "sa", 3.0), make_run(tmp_path / "b", "xsa", 2.9, times=(None, 0.9, None, 0.3, 0.25))]
 
 
 def rows_of(output):
@@ -65,17 +67,17 @@ def test_the_table(pair, tmp_path):
     time = rows["step time, ms (median, ratio)"]
     assert time["values"] == {"SA": 200.0, "XSA": 300.0}
     assert time["changes"]["XSA"] == pytest.approx(1.5)
-    assert rows["cos(y, v) before XSA"]["values"]["SA"] == pytest.approx(0.5)
-    assert rows["centred cos(z, v) after XSA"]["values"]["XSA"] == pytest.approx(-0.1)
+    assert rows["cos(y,v)"]["values"]["SA"] == pytest.approx(0.5)
+    assert rows["centred cos(z,v)"]["values"]["XSA"] == pytest.approx(-0.1)
 
     assert markdown == (output / "table.md").read_text()
-    assert "one seed: this proves nothing about the difference" in markdown
+    assert "gains of 0.003 to 0.01 nats at small scale" in markdown
     line = next(line for line in markdown.splitlines() if line.startswith("| validation loss"))
     assert [cell.strip() for cell in line.strip("|").split("|")][1:] == ["3.0000", "2.9000", "+0.1000"]
-    assert len({len(line) for line in markdown.splitlines() if line.startswith("|")}) == 1
+    assert len({(len(line), line.count("|")) for line in markdown.splitlines() if line.startswith("|")}) == 1
     for name in ("loss.png", "position.png", "similarity.png"):
         assert (output / name).read_bytes().startswith(b"\x89PNG")
-    assert not list(output.glob("*.tmp"))
+    assert {path.suffix for path in output.iterdir()} == {".md", ".json", ".png"}
 
 
 def test_only_attention_may_differ(pair, tmp_path):
@@ -99,6 +101,8 @@ def test_several_runs_go_by_folder_and_latest_common_step(tmp_path):
             (("a", "sa", (10, 20)), ("b", "xsa", (10,)), ("c", "xsa", (10, 20)))]  # fmt: skip
     markdown = compare.compare(runs, tmp_path / "report")
     assert "Step 10." in markdown
+    assert "several paired seeds" in markdown
+    assert "one seed" not in markdown, "these may be several"
     assert f"{runs[0]} - {runs[2]}" in markdown
     assert rows_of(tmp_path / "report")["step time, ms (median, ratio)"]["changes"] == {}, "other devices: no ratio"
 
@@ -126,8 +130,60 @@ def test_what_cannot_be_compared(pair, tmp_path):
     refused(pair, "not evaluated on the same text.*abc.*other")
     (pair[1] / "eval" / "20.json").write_text("{")
     refused(pair, "20.json: not JSON")
-    (pair[1] / "metrics.jsonl").write_text("{")
-    refused(pair, "metrics.jsonl")
+    (pair[1] / "eval" / "20.json").unlink()
+    (pair[1] / "config.json").write_text("{}")
+    refused(pair, "b/config.json: no 'attention' there; train.py writes it")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda whole: {}, "no 'store' there"),
+        (lambda whole: [whole], "expected an object, found "),
+        (lambda whole: whole | {"losses": []}, "losses expected a list with something in it, found "),
+        (lambda whole: whole | {"losses": [{**whole["losses"][0], "loss": "low"}]}, "losses 0 loss expected int or float"),
+        (lambda whole: whole | {"similarity": {"cosine": [[1.0]]}}, "similarity no 'value_cosine' there"),
+    ],
+)
+def test_an_incomplete_evaluation_is_named(pair, tmp_path, change, message):
+    file = pair[1] / "eval" / "20.json"
+    file.write_text(json.dumps(change(evaluation(2.0))))
+    with pytest.raises(UserError) as caught:
+        compare.compare(pair, tmp_path / "report")
+    assert str(caught.value).startswith(f"{file}: {message}")
+    assert str(caught.value).endswith(f"; remove it, or run python eval.py --run {pair[1]} --step 20")
+
+
+def test_a_loss_that_does_not_exist_leaves_a_gap(pair, tmp_path):
+    without = evaluation(2.0)
+    without["losses"][0] |= {"loss": None, "bits_per_byte": None}
+    (pair[1] / "eval" / "20.json").write_text(json.dumps(without))
+    compare.compare(pair, tmp_path / "report")
+    row = rows_of(tmp_path / "report")["validation loss, nats per token"]
+    assert (row["values"], row["changes"]) == ({"SA": 3.0, "XSA": None}, {"XSA": None})
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl"])
+def test_a_last_line_cut_short_is_passed_over_but_no_other(pair, tmp_path, name):
+    file = pair[1] / name
+    whole = file.read_text()
+    compare.compare(pair, tmp_path / "whole")
+    file.write_text(whole + '{"step": 9, "sp')
+    compare.compare(pair, tmp_path / "cut")
+    assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
+    for line, message in (('{"step": 9, "sp', "not JSON"), ("3", "expected an object, found 3"), ("{}", "no '(step|devices)'")):
+        file.write_text(f"{line}\n{whole}")
+        with pytest.raises(UserError, match=f"{name}, line 1: {message}.*; restore the file, or remove the line"):
+            compare.compare(pair, tmp_path / "report")
+    file.unlink()
+    with pytest.raises(UserError, match=f"{name}: cannot be read"):
+        compare.compare(pair, tmp_path / "report")
+
+
+def test_a_run_without_a_start(pair, tmp_path):
+    (pair[0] / "starts.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"starts.jsonl: expected a line for each start of the run, found none"):
+        compare.compare(pair, tmp_path / "report")
 
 
 def test_command(pair, tmp_path, capsys):

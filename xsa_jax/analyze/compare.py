@@ -8,7 +8,6 @@ first run is the one that the others are compared with.
 
 import argparse
 import dataclasses
-import json
 import math
 import pathlib
 import statistics
@@ -18,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from xsa_jax.analyze import plots
+from xsa_jax.analyze import files, labels, plots
+from xsa_jax.analyze.runs import Run, read
 from xsa_jax.config import UserError, flatten
 from xsa_jax.data.store import write_json
 
@@ -26,26 +26,10 @@ from xsa_jax.data.store import write_json
 # the same text is seen by the store's hash instead.
 _FREE = ("attention.", "checkpoint.", "data.path", "data.workers", "eval.", "train.log_every")
 
-# Label -> statistic of `xsa_jax.analyze.similarity`.
-_STATISTICS = {
-    "cos(y, v) before XSA": "cosine", "cos(z, v) after XSA": "cosine_xsa",
-    "centred cos(y, v) before XSA": "centred_cosine", "centred cos(z, v) after XSA": "centred_cosine_xsa",
-    "a_ii, weight on oneself": "self_weight", "cos(v_i, v_j)": "value_cosine", "removed, |y - z| / |y|": "removed",
-}  # fmt: skip
-
 CAUTION = (
-    "One run of each kind, one seed: this proves nothing about the difference. Published gains of XSA at small scale are 0.003 to "
-    "0.01 nats, and two seeds of the same model often differ by more; only several paired seeds can show an effect."
+    "One pair of runs proves nothing: expect gains of 0.003 to 0.01 nats at small scale, while two seeds of the same model often "
+    "differ by more. Nothing smaller than several paired seeds can show that."
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    name: str
-    config: Mapping[str, Any]
-    records: list[Mapping[str, Any]]  # lines of metrics.jsonl
-    evaluations: Mapping[int, Mapping[str, Any]]  # by step
-    devices: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +57,7 @@ def compare(paths: Sequence[pathlib.Path], output: pathlib.Path, allow: Sequence
       allow: config fields, or groups of them, that may differ beside `attention`.
 
     Raises:
-      UserError: a run that is not one or is not evaluated; runs that differ in more than they may, naming the fields.
+      UserError: a run that is not one, is damaged or is not evaluated; runs that differ in more than they may, naming the fields.
       OSError: `output` cannot be written.
     """
     if len(paths) < 2:
@@ -97,9 +81,7 @@ def compare(paths: Sequence[pathlib.Path], output: pathlib.Path, allow: Sequence
         "rows": [_row_json(row, names) for row in rows],
     }
     output.mkdir(parents=True, exist_ok=True)
-    scratch = output / "table.md.tmp"
-    scratch.write_text(markdown)
-    scratch.replace(output / "table.md")
+    files.write(output / "table.md", markdown.encode())
     write_json(output / "table.json", result)
     plots.loss_curves({name: run.records for name, run in named.items()}, output / "loss.png")
     plots.buckets({name: e["losses"][0]["buckets"] for name, e in evaluated.items()}, output / "position.png")
@@ -107,42 +89,23 @@ def compare(paths: Sequence[pathlib.Path], output: pathlib.Path, allow: Sequence
     return markdown
 
 
-def read(path: pathlib.Path) -> Run:
-    """Everything of a run that a comparison needs.
-
-    Raises:
-      UserError: a file is missing or damaged, with what makes it.
-    """
-    config = _json(path / "config.json", "train.py writes it")
-    try:
-        records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        starts = [json.loads(line) for line in (path / "starts.jsonl").read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: metrics.jsonl and starts.jsonl cannot be read ({error}); train.py writes them") from None
-    files = {int(file.stem): file for file in sorted((path / "eval").glob("*.json")) if file.stem.isdigit()}
-    evaluations = {step: _json(file, "eval.py writes it") for step, file in files.items()}
-    if not evaluations:
-        raise UserError(f"{path}: not evaluated; run python eval.py --run {path} first")
-    return Run(str(path), config, records, evaluations, starts[-1]["devices"])
-
-
 def table(runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any]]) -> list[Row]:
     """The rows of the comparison."""
     losses = [evaluation["losses"][0] for evaluation in evaluations]
     rows = [
-        Row("validation loss, nats per token", [loss["loss"] for loss in losses], 4, "difference"),
-        Row("bits per byte", [loss["bits_per_byte"] for loss in losses], 4, "difference"),
-        Row("perplexity", [loss["perplexity"] for loss in losses], 3),
+        Row("validation loss, nats per token", _numbers(losses, "loss"), 4, "difference"),
+        Row("bits per byte", _numbers(losses, "bits_per_byte"), 4, "difference"),
+        Row("perplexity", _numbers(losses, "perplexity"), 3),
     ]
     for same in zip(*(loss["buckets"] for loss in losses), strict=True):
-        values = [math.nan if bucket["loss"] is None else bucket["loss"] for bucket in same]  # no token counted there
-        rows.append(Row(f"loss at position {plots.positions(same[0])}", values, 4, "difference"))
-    others = [{loss["context"]: loss["loss"] for loss in evaluation["losses"][1:]} for evaluation in evaluations]
+        rows.append(Row(f"loss at position {labels.positions(same[0])}", _numbers(same, "loss"), 4, "difference"))
+    others = [{loss["context"]: loss for loss in evaluation["losses"][1:]} for evaluation in evaluations]
     for context in sorted(set(others[0]).intersection(*others)):
-        rows.append(Row(f"loss at context {context}", [losses[context] for losses in others], 4, "difference"))
+        values = _numbers([losses[context] for losses in others], "loss")
+        rows.append(Row(f"loss at context {context}", values, 4, "difference"))
     same_devices = len({run.devices for run in runs}) == 1
     rows.append(Row("step time, ms (median, ratio)", [1e3 * _step_time(run) for run in runs], 1, "ratio" if same_devices else ""))
-    for label, statistic in _STATISTICS.items():
+    for statistic, label in labels.STATISTICS.items():
         values = [float(np.mean(np.array(evaluation["similarity"][statistic], dtype=float))) for evaluation in evaluations]
         rows.append(Row(label, values, 3))
     return rows
@@ -185,7 +148,12 @@ def _check_same_text(runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any
             )
 
 
+def _numbers(items: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [math.nan if item[name] is None else item[name] for item in items]
+
+
 def _step_time(run: Run) -> float:
+    """Median seconds. The first record of each start, which holds the compilation, has no step time."""
     times = [record["step_time"] for record in run.records if "step_time" in record]
     return statistics.median(times) if times else math.nan
 
@@ -218,22 +186,13 @@ def _markdown(names: Sequence[str], rows: Sequence[Row], step: int, runs: Sequen
     rule = " | ".join("-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths))
     body = "\n".join(f"| {line} |" for line in [cells[0], rule, *cells[1:]])
     where = "; ".join(f"{name}: {run.name}, {run.devices}" for name, run in zip(names, runs, strict=True))
-    return f"{body}\n\nStep {step}. {where}. Cosines and weights are means over layers and heads.\n\n{CAUTION}\n"
+    return f"{body}\n\nStep {step}. {where}. Means over layers and heads. {labels.LEGEND}\n\n{CAUTION}\n"
 
 
 def _change(row: Row, change: float | None) -> str:
     if change is None or math.isnan(change):
         return ""
     return f"{change:+.{row.digits}f}" if row.compared == "difference" else f"x {change:.3f}"
-
-
-def _json(path: pathlib.Path, origin: str) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {origin}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); {origin}") from None
 
 
 def main(argv: Sequence[str]) -> int:

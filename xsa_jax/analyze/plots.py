@@ -1,6 +1,6 @@
 """Pictures of runs and comparisons, as PNG files."""
 
-import os
+import io
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +8,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+
+from xsa_jax.analyze import files
+from xsa_jax.analyze.labels import STATISTICS, positions
 
 # Okabe and Ito's palette: told apart with any colour vision. Line styles and markers say the same again.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -90,20 +93,15 @@ def similarity(runs: Mapping[str, Mapping[str, Any]], path: pathlib.Path) -> Non
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(9, 5), layout="constrained")
         panels = figure.subplots(2, 2)
-        _panel(panels[0, 0], runs, "cos(v_i, v_j), pairs of tokens", "value_cosine")
-        _panel(panels[0, 1], runs, "a_ii, weight on oneself", "self_weight")
-        _panel(panels[1, 0], runs, "cos(y_i, v_i); dashed: cos(z_i, v_i), after XSA", "cosine", "cosine_xsa")
+        _panel(panels[0, 0], runs, f"{STATISTICS['value_cosine']}, pairs of tokens", "value_cosine")
+        _panel(panels[0, 1], runs, f"{STATISTICS['self_weight']}, weight on oneself", "self_weight")
+        title = f"{STATISTICS['cosine']}; dashed: {STATISTICS['cosine_xsa']}, after XSA"
+        _panel(panels[1, 0], runs, title, "cosine", "cosine_xsa")
         _panel(panels[1, 1], runs, "the same, centred", "centred_cosine", "centred_cosine_xsa")
         for axes in panels[1]:
             axes.set_xlabel("layer")
         figure.legend(*panels[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
         _save(figure, path)
-
-
-def positions(bucket: Mapping[str, Any]) -> str:
-    """How a bucket of an evaluation is named: "0", "16-31"."""
-    start, stop = bucket["start"], bucket["stop"]
-    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
 def _panel(axes, runs: Mapping[str, Mapping[str, Any]], title: str, before: str, after: str | None = None) -> None:
@@ -139,6 +137,6 @@ def _difference(first: Records, other: Records, split: str) -> tuple[np.ndarray,
 
 
 def _save(figure: Figure, path: pathlib.Path) -> None:
-    scratch = path.with_name(f"{path.name}.tmp")
-    figure.savefig(scratch, format="png", dpi=150)
-    os.replace(scratch, path)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=150)
+    files.write(path, png.getvalue())

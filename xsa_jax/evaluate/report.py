@@ -8,15 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from xsa_jax.analyze.labels import LEGEND, STATISTICS, positions
 from xsa_jax.config import UserError, to_dict
 from xsa_jax.data.store import write_json
 from xsa_jax.evaluate.restore import Restored
-
-# Statistic -> its column; `xsa_jax.analyze.similarity` defines them.
-_COLUMNS = {
-    "value_cosine": "cos(v_i,v_j)", "self_weight": "a_ii", "cosine": "cos(y,v)", "cosine_xsa": "cos(z,v)",
-    "centred_cosine": "centred y", "centred_cosine_xsa": "centred z", "removed": "|y-z|/|y|",
-}  # fmt: skip
 
 
 def contexts(given: Sequence[str]) -> list[int]:
@@ -100,21 +95,17 @@ def _losses(losses: Sequence[Mapping[str, Any]]) -> str:
 
 def _positions(loss: Mapping[str, Any]) -> str:
     rows = [["position", "nats/token", "tokens"]]
-    rows += [[_range(b["start"], b["stop"]), f"{b['loss']:.4f}", f"{b['tokens']:,}"] for b in loss["buckets"]]
+    rows += [[positions(b), f"{b['loss']:.4f}", f"{b['tokens']:,}"] for b in loss["buckets"]]
     return _grid(rows)
-
-
-def _range(start: int, stop: int) -> str:
-    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
 def _similarity(similarity: Mapping[str, Any]) -> str:
-    per_layer = {name: np.mean(similarity[name], axis=1) for name in _COLUMNS}
-    rows = [["layer", *_COLUMNS.values()]]
+    per_layer = {name: np.mean(similarity[name], axis=1) for name in STATISTICS}
+    rows = [["layer", *STATISTICS.values()]]
     for layer in range(len(per_layer["cosine"])):
         rows.append([str(layer), *(f"{values[layer]:.4f}" for values in per_layer.values())])
     rows.append(["mean", *(f"{values.mean():.4f}" for values in per_layer.values())])
-    return _grid(rows)
+    return f"{_grid(rows)}\n{LEGEND}"
 
 
 def _indented(sample: str) -> str:

@@ -1,0 +1,21 @@
+"""How measurements are named, alike in tables and pictures."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# What `xsa_jax.analyze.similarity` measures. No label holds a "|", which would end a cell of a markdown table.
+STATISTICS = {
+    "value_cosine": "cos(v_i,v_j)", "self_weight": "a_ii", "cosine": "cos(y,v)", "cosine_xsa": "cos(z,v)",
+    "centred_cosine": "centred cos(y,v)", "centred_cosine_xsa": "centred cos(z,v)", "removed": "removed",
+}  # fmt: skip
+
+LEGEND = (
+    "v: a token's own value, a_ii: its attention to itself, y: what attention returns, z: the same after XSA, "
+    "removed: the length of y - z over that of y."
+)
+
+
+def positions(bucket: Mapping[str, Any]) -> str:
+    """How a bucket of an evaluation is named: "0", "16-31"."""
+    start, stop = bucket["start"], bucket["stop"]
+    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
