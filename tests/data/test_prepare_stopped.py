@@ -102,7 +102,10 @@ def test_a_killed_worker_ends_the_others(tmp_path):
     idle = [pid for pid in children(process.pid) if is_worker(pid) and not has_open(pid, "0.jsonl")]
     assert len(idle) == 1
     os.kill(idle[0], signal.SIGKILL)
-    error = process.communicate(timeout=60)[1]
+    try:
+        error = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
     assert process.returncode == 1
     assert error == "prepare: a worker process was killed (out of memory?); run the same command again to continue\n"
 

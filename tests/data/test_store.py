@@ -1,5 +1,6 @@
 import json
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -106,6 +107,20 @@ def test_nothing_under_its_final_name_before_commit(tmp_path):
     assert not list(tmp_path.rglob("*.npy"))
     writer.commit()
     assert {path.name for path in tmp_path.rglob("*.*")} == {"00000.tokens.npy", "00000.starts.npy"}
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ShardWriter(tmp_path, "train", "00000", np.dtype(np.uint16)) as writer:
+        writer.add([[1] * 50], 50)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                writer.commit()
+            writer.__exit__()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.rglob("*.*"))
 
 
 def test_the_tokenizer_comes_with_the_store(tmp_path):
