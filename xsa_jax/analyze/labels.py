@@ -9,10 +9,7 @@ STATISTICS = {
     "centred_cosine": "centred cos(y,v)", "centred_cosine_xsa": "centred cos(z,v)", "removed": "removed",
 }  # fmt: skip
 
-LEGEND = (
-    "v: a token's own value, a_ii: its attention to itself, y: what attention returns, z: the same after XSA, "
-    "removed: the length of y - z over that of y."
-)
+LEGEND = "v: a token's own value; a_ii: its attention to itself; y: what attention returns; z: y after XSA; removed: |y - z| / |y|."
 
 
 def positions(bucket: Mapping[str, Any]) -> str:
