@@ -1,9 +1,7 @@
 """What does XSA change? A pair small enough for two CPU cores and a few minutes; `make demo` trains and compares it.
 
 Command: make demo, which runs train.py with this file twice, with --config.attention.kind=sa and xsa
-Result: after 400 steps (410K bytes of text) SA 1.814 and XSA 1.823 nats per byte on 90K held-out bytes, one seed on a shared
-machine: a difference that says nothing. What is plain to see is inside: cos(y, v) 0.21 in SA, 0.69 before and 0 after the
-projection in XSA, whose tokens put 0.42 of their weight on themselves where SA's put 0.11.
+Result: validation loss SA 1.8257, XSA 1.7987 nats per byte (2 cores of an AMD EPYC, jax 0.10.2; one pair, which proves nothing).
 """
 
 from ml_collections import ConfigDict

@@ -18,6 +18,15 @@ def test_the_table_names_every_field_with_its_default():
     assert {name: default for name, default, _ in rows} == {name: str(value) for name, value in flatten(get_config().to_dict())}
 
 
+def test_the_demo_is_shown_as_its_command_made_it():
+    text = (REPO / "README.md").read_text()
+    table = (REPO / "benchmarks" / "results" / "demo" / "table.md").read_text().split("\n\n")[0]
+    assert table in text
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert len(links) >= 4
+    assert [link for link in links if not (REPO / link).exists()] == []
+
+
 @pytest.mark.parametrize(("size", "parameters"), [("0p7b", 0.757e9), ("1p3b", 1.311e9), ("2p7b", 2.646e9)])
 def test_the_configs_of_a_pair_differ_in_the_kind_of_attention_alone(size, parameters):
     pair = {kind: importlib.import_module(f"configs.{kind}_{size}") for kind in ("sa", "xsa")}
