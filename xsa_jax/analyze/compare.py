@@ -39,13 +39,12 @@ class Row:
     label: str
     values: list[float]
     digits: int
-    compared: str = ""  # "difference": first minus other; "ratio": other over first; "": not compared
+    compared: bool = False
 
     def changes(self) -> list[float | None]:
+        """The first run's number minus that of each other."""
         first, *others = self.values
-        if self.compared == "difference":
-            return [first - other for other in others]
-        return [other / first if self.compared == "ratio" and first else None for other in others]
+        return [first - other if self.compared else None for other in others]
 
 
 def compare(paths: Sequence[pathlib.Path], output: pathlib.Path, allow: Sequence[str] = ()) -> str:
@@ -93,18 +92,17 @@ def table(runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any]]) -> list
     """The rows of the comparison."""
     losses = [evaluation["losses"][0] for evaluation in evaluations]
     rows = [
-        Row("validation loss, nats per token", _numbers(losses, "loss"), 4, "difference"),
-        Row("bits per byte", _numbers(losses, "bits_per_byte"), 4, "difference"),
+        Row("validation loss, nats per token", _numbers(losses, "loss"), 4, compared=True),
+        Row("bits per byte", _numbers(losses, "bits_per_byte"), 4, compared=True),
         Row("perplexity", _numbers(losses, "perplexity"), 3),
     ]
     for same in zip(*(loss["buckets"] for loss in losses), strict=True):
-        rows.append(Row(f"loss at position {labels.positions(same[0])}", _numbers(same, "loss"), 4, "difference"))
+        rows.append(Row(f"loss at position {labels.positions(same[0])}", _numbers(same, "loss"), 4, compared=True))
     others = [{loss["context"]: loss for loss in evaluation["losses"][1:]} for evaluation in evaluations]
     for context in sorted(set(others[0]).intersection(*others)):
         values = _numbers([losses[context] for losses in others], "loss")
-        rows.append(Row(f"loss at context {context}", values, 4, "difference"))
-    same_devices = len({run.devices for run in runs}) == 1
-    rows.append(Row("step time, ms (median, ratio)", [1e3 * _step_time(run) for run in runs], 1, "ratio" if same_devices else ""))
+        rows.append(Row(f"loss at context {context}", values, 4, compared=True))
+    rows.append(Row("step time, of the first run's", _relative_step_times(runs), 3))
     for statistic, label in labels.STATISTICS.items():
         values = [float(np.mean(np.array(evaluation["similarity"][statistic], dtype=float))) for evaluation in evaluations]
         rows.append(Row(label, values, 3))
@@ -152,6 +150,13 @@ def _numbers(items: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [math.nan if item[name] is None else item[name] for item in items]
 
 
+def _relative_step_times(runs: Sequence[Run]) -> list[float]:
+    """Median step times over that of the first run; nan where the devices differ. Seconds mean nothing on another machine."""
+    times = [_step_time(run) for run in runs]
+    same_devices = len({run.devices for run in runs}) == 1
+    return [time / times[0] if same_devices else math.nan for time in times]
+
+
 def _step_time(run: Run) -> float:
     """Median seconds. The first record of each start, which holds the compilation, has no step time."""
     times = [record["step_time"] for record in run.records if "step_time" in record]
@@ -192,7 +197,7 @@ def _markdown(names: Sequence[str], rows: Sequence[Row], step: int, runs: Sequen
 def _change(row: Row, change: float | None) -> str:
     if change is None or math.isnan(change):
         return ""
-    return f"{change:+.{row.digits}f}" if row.compared == "difference" else f"x {change:.3f}"
+    return f"{change:+.{row.digits}f}"
 
 
 def main(argv: Sequence[str]) -> int:
