@@ -185,6 +185,22 @@ def grown(now: dict, stored: dict) -> list[str]:
     ]
 
 
+def table(chips: dict) -> str:
+    """Markdown: ratios of the kernels' weighted bundles, and in parentheses with what XLA adds around them."""
+    pairs = [(direction, other) for direction in ("forward", "backward") for other in ("plain", "splash")]
+    lines = [
+        "| chip | " + " | ".join(f"{direction}, XSA / {other}" for direction, other in pairs) + " | row pass / plain backward |",
+        "|---|" + "---|" * (len(pairs) + 1),
+    ]
+    for chip, rows in chips.items():
+        ratios = [[rows[d][cost]["xsa"] / rows[d][cost][other] for cost in ("kernels", "everything")] for d, other in pairs]
+        cells = [f"{kernels:.3f} ({everything:.3f})" for kernels, everything in ratios]
+        backward = rows["backward"]
+        cells.append(f"{backward['xsa']['xsa_rows']['weighted'] / backward['kernels']['plain']:.3f}")
+        lines.append(f"| {chip} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", default=",".join(CHIPS))
@@ -206,6 +222,8 @@ def main() -> None:
         report["chips"][chip] = measure(chip, args.directions.split(","))
         if args.out:
             args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if {"forward", "backward"} <= set(args.directions.split(",")):
+        print(table(report["chips"]))
     if args.check and (worse := grown(report["chips"], json.loads(args.check.read_text())["chips"])):
         raise SystemExit("cost more than 2% more bundles than stored: " + "; ".join(worse))
 

@@ -1,4 +1,7 @@
-"""What is sent to a GPU runs: all of `benchmarks/device.sh`, tiny and on the CPU, without the packages that such machines lack."""
+"""What is sent to a GPU runs: all of `benchmarks/device.sh`, tiny and on the CPU, without the packages that such machines lack.
+
+And the tables of `kernels/README.md` are what one run of the benchmarks stored.
+"""
 
 import json
 import subprocess
@@ -6,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks import train_step
+from benchmarks import accuracy, tpu_bundles, train_step
 from configs import sa_0p7b, xsa_0p7b
 from tests.helpers import REPO, subprocess_env
 
@@ -41,3 +44,27 @@ def test_device_script(tmp_path):
     steps = json.loads((tmp_path / "out/gpu_train_step.json").read_text())
     assert {row["kind"] for row in steps["rows"]} == {"sa", "xsa"}
     assert all(row["ms"] > 0 and 4 < row["loss"] < 7 for row in steps["rows"])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("stored", "part", "table"), [("cpu_accuracy", "rows", accuracy.table), ("tpu_bundles", "chips", tpu_bundles.table)]
+)
+def test_readme_has_the_table_that_was_stored(stored, part, table):
+    result = json.loads((REPO / f"benchmarks/results/{stored}.json").read_text())
+    assert table(result[part]) in (REPO / "kernels/README.md").read_text()
+
+
+def test_accuracy_has_every_column(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(accuracy, "PULLS", (7.0,))
+    out = tmp_path / "accuracy.json"
+    monkeypatch.setattr(sys, "argv", ["accuracy.py", "--length", "128", "--head-dim", "64", "--out", str(out)])
+    accuracy.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert capsys.readouterr().out.endswith(accuracy.table(rows) + "\n")
+    worst: dict[str, float] = {}
+    for row in rows:
+        worst[row["implementation"]] = max(worst.get(row["implementation"], 0), *(row[name] for name in accuracy.RESULTS))
+    assert list(worst) == ["unfused", "xla", "splash", "tpu", "triton"]
+    # What rounds y before the projection loses where tokens attend to themselves; the others do not.
+    assert all((error > 2) == (name in ("unfused", "splash")) and error > 0.1 for name, error in worst.items()), worst
