@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/installed
 
 DEMO := runs/demo
-# Extra flags of both demo trainings, such as --config.train.num_steps=20 for a quick look.
+# Extra flags of both demo trainings; a quick look: --config.train.num_steps=20 --config.optim.warmup_steps=5
 DEMO_FLAGS ?=
 
 .PHONY: demo test test-fast lint format lock clean-demo

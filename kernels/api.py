@@ -164,6 +164,8 @@ def _check_arrays(
     v_self: jax.Array | None,
     scale: float | None,
 ) -> None:
+    need(isinstance(mask, MaskSpec), "mask", mask, "a MaskSpec")
+    need(xsa is None or isinstance(xsa, Projection), "xsa", xsa, "None or a Projection")
     need(q.ndim == 4, "q_BTHE", q.shape, "four axes [B, T, H, E]")
     B, T, H, E = q.shape
     need(k.ndim == 4 and k.shape[0] == B and k.shape[3] == E, "k_BSKE", k.shape, f"[{B}, S, K, {E}] to fit q_BTHE {q.shape}")

@@ -21,6 +21,8 @@ LONG = {"k_BSKE": shape(2, 9, 2, 8), "v_BSKE": shape(2, 9, 2, 8)}
 SHORT = {"k_BSKE": shape(2, 5, 2, 8), "v_BSKE": shape(2, 5, 2, 8)}
 
 BAD = [
+    ("mask", {}, {"mask": "causal"}),
+    ("xsa", {}, {"xsa": True}),
     # argument named, arrays that differ from GOOD, other arguments
     ("q_BTHE", {"q_BTHE": shape(6, 4, 8)}, {}),
     ("q_BTHE", {"q_BTHE": shape(2, 6, 3, 8)}, {}),

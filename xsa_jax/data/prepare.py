@@ -215,7 +215,7 @@ def summary(meta: dict[str, Any]) -> str:
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m xsa_jax.data.prepare", description=__doc__.splitlines()[0])
-    parser.add_argument("--input", nargs="+", help=f"paths or quoted globs; {' '.join(text.SUFFIXES)}")
+    parser.add_argument("--input", nargs="+", action="extend", help=f"paths or quoted globs; {' '.join(text.SUFFIXES)}")
     parser.add_argument("--tokenizer", help="gpt2, bytes, or the path of a tokenizers JSON file")
     parser.add_argument("--output", required=True, help="the folder of the store")
     parser.add_argument(

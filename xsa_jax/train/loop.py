@@ -13,7 +13,7 @@ from xsa_jax.config import Config, ConfigError
 from xsa_jax.data.loader import Loader
 from xsa_jax.data.store import TokenStore
 from xsa_jax.mesh import make_mesh, put_batch
-from xsa_jax.model.transformer import build
+from xsa_jax.model.transformer import Params, build
 from xsa_jax.train import optim
 from xsa_jax.train import workdir as folder
 from xsa_jax.train.checkpoint import Checkpoints
@@ -44,6 +44,8 @@ def train(config: Config, workdir: pathlib.Path) -> None:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step_fn = jax.jit(make_step(model, tx, lr, config), donate_argnums=0, out_shardings=(shardings, None))
     evaluator = make_evaluator(model)
+
+    print(_summary(config, abstract.params), flush=True)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.only_trainer(workdir))
@@ -111,6 +113,14 @@ def loaders(config: Config, store: TokenStore) -> tuple[Loader, Loader]:
         max_rows=max(1, config.eval.tokens // data.seq_len), **host,
     )  # fmt: skip
     return training, held_out
+
+
+def _summary(config: Config, abstract_params: Params) -> str:
+    attention, data = config.attention, config.data
+    kind = attention.kind if attention.kind == "sa" else f"xsa ({attention.xsa.strength}, layers {attention.xsa.layers})"
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params))
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    return f"attention {kind}, {parameters:,} parameters, {data.batch_size * data.seq_len:,} tokens a step, {devices}"
 
 
 def _due(step: int, every: int) -> bool:
