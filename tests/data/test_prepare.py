@@ -267,3 +267,11 @@ def test_special_tokens_spelled_in_text_add_no_end_of_text(tmp_path):
     store = text_store(tmp_path, ["a <|endoftext|> b", "<|endoftext|>"])
     store.verify()
     assert store.tokenizer().decode(next(documents(store))[:-1]) == "a <|endoftext|> b"
+
+
+def test_inputs_of_several_flags_add_up(tmp_path):
+    files = [write_json_lines(tmp_path / f"{i}.jsonl", words(20, seed=i)) for i in range(3)]
+    chosen = ["--input", str(files[0]), str(files[1]), "--input", str(files[2]), "--validation-fraction", "0.2"]
+    assert main([*chosen, "--tokenizer", "bytes", "--output", str(tmp_path / "s")]) == 0
+    store = TokenStore.open(tmp_path / "s")
+    assert sum(store.split(name).num_documents for name in ("train", "validation")) == 60
