@@ -50,12 +50,10 @@ def command(workdir: pathlib.Path, store: pathlib.Path, *flags: str) -> list[str
 
 
 def environment(tmp_path: pathlib.Path) -> dict[str, str]:
-    # Every life of a run compiles the same programs: compile them once. One thread: on a busy machine XLA's thread pool was
-    # seen to sum in another order once in a while, which is not what these tests ask about.
+    # Every life of a run compiles the same programs: compile them once.
     return subprocess_env(
         JAX_COMPILATION_CACHE_DIR=str(tmp_path.parent / "compiled"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        XLA_FLAGS="--xla_cpu_multi_thread_eigen=false",
     )
 
 
