@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from kernels import blockwise, reference, support
+from kernels import reference, support, xla
 from kernels.spec import CAUSAL, MaskSpec, Projection, need
 
 Impl = Literal["auto", "reference", "xla", "cudnn", "splash", "tpu", "triton", "hopper"]
@@ -15,15 +15,15 @@ log = logging.getLogger("kernels")
 
 # Imported when asked for: loading the kernel compilers takes a moment, and jax has announced the end of one of them.
 def _cudnn(*call):
-    from kernels import compose
+    from kernels import cudnn
 
-    return compose.cudnn(*call)
+    return cudnn.attention(*call)
 
 
 def _splash(*call):
-    from kernels import compose
+    from kernels import splash
 
-    return compose.splash(*call)
+    return splash.attention(*call)
 
 
 def _tpu(*call):
@@ -46,7 +46,7 @@ def _hopper(*call):
 
 IMPLEMENTATIONS = {
     "reference": reference.attention,
-    "xla": blockwise.attention,
+    "xla": xla.attention,
     "cudnn": _cudnn,
     "splash": _splash,
     "tpu": _tpu,
@@ -87,9 +87,9 @@ def attention(
       impl: "auto", or an implementation by name. It honours everything it is given or raises; `check` says what "auto" is.
 
     Returns:
-      z_BTHE in the dtype of q. What "xla", "tpu", "triton" and "hopper" keep for the backward pass beside their inputs is named
-      "attention_out", "attention_lse" and "attention_c": with the policy `jax.checkpoint_policies.save_only_these_names` of these a
-      rematerialised layer runs attention forward once.
+      z_BTHE in the dtype of q. What all but "reference" keep for the backward pass beside their inputs is named "attention_out",
+      "attention_lse" and "attention_c": with the policy `jax.checkpoint_policies.save_only_these_names` of these a rematerialised
+      layer runs attention forward once.
 
     Raises:
       ValueError: at trace time, naming the argument.

@@ -56,7 +56,6 @@ BAD = [
     ("impl", {}, {"impl": "flash"}),
     ("impl", {}, {"impl": "cudnn"}),
     ("impl", {**NARROW, "segment_ids": IDS}, {"impl": "cudnn"}),
-    ("impl", {**NARROW, "sinks_H": shape(4)}, {"impl": "cudnn"}),
     ("impl", NARROW, {"impl": "cudnn", "softcap": 3.0}),
     ("impl", NARROW, {"impl": "cudnn", "mask": MaskSpec(causal=False, window=3)}),
     ("impl", {name: shape(2, 6, 2, 12, dtype=BF16) for name in GOOD}, {"impl": "cudnn"}),
@@ -97,7 +96,7 @@ def test_cudnn_without_cudnn_is_a_value_error():
 
 
 def test_check_names_what_is_missing_without_arrays():
-    with pytest.raises(ValueError, match=r"mask.segment_ids, sinks_H, softcap"):
+    with pytest.raises(ValueError, match=r"mask.segment_ids, softcap"):
         kernels.check("cudnn", dtype="bfloat16", head_dim=64, segments=True, sinks=True, softcap=30.0)
     assert kernels.check("cudnn", dtype="bfloat16", head_dim=64, window=128, xsa=Projection()) == "cudnn"
 
