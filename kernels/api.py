@@ -1,5 +1,6 @@
 """The one public function, and the check of what a call asks for."""
 
+import importlib.util
 import logging
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from kernels import reference, support, xla
 from kernels.spec import CAUSAL, MaskSpec, Projection, need
 
-Impl = Literal["auto", "reference", "xla", "cudnn", "splash", "tpu", "triton", "hopper"]
+Impl = Literal["auto", "reference", "xla", "cudnn", "splash", "tokamax", "tpu", "triton", "hopper"]
 log = logging.getLogger("kernels")
 
 
@@ -24,6 +25,12 @@ def _splash(*call):
     from kernels import splash
 
     return splash.attention(*call)
+
+
+def _tokamax(*call):
+    from kernels import tokamax
+
+    return tokamax.attention(*call)
 
 
 def _tpu(*call):
@@ -49,6 +56,7 @@ IMPLEMENTATIONS = {
     "xla": xla.attention,
     "cudnn": _cudnn,
     "splash": _splash,
+    "tokamax": _tokamax,
     "tpu": _tpu,
     "triton": _triton,
     "hopper": _hopper,
@@ -145,6 +153,8 @@ def check(
         need(xsa.zero_rule in ("clamp", "add", "exact"), "xsa.zero_rule", xsa.zero_rule, "'clamp', 'add' or 'exact'")
         need(xsa.zero_rule == "exact" or (_is_number(xsa.eps) and xsa.eps > 0), "xsa.eps", xsa.eps, "a positive number")
     need(impl == "auto" or impl in IMPLEMENTATIONS, "impl", impl, f"'auto' or one of {', '.join(IMPLEMENTATIONS)}")
+    installed = impl != "tokamax" or importlib.util.find_spec("tokamax") is not None
+    need(installed, "impl", "'tokamax', which is not installed", "another, or the package: pip install tokamax")
     asked = support.Asked(dtype, head_dim, causal, window, segments, sinks, softcap, tail, lengths)
     name = support.pick(asked) if impl == "auto" else impl
     lacking = support.lacking(name, asked)

@@ -96,6 +96,16 @@ SUPPORT = {
             "head_dim above 256",
         ),
     ),
+    # As it is on a CPU; tokamax's kernels themselves were not checked.
+    "tokamax": Support(
+        "run",
+        (
+            "mask.segment_ids",
+            "dtype=float16",
+            "dtype=float64",
+            "head_dim above 256",
+        ),
+    ),
     "tpu": Support("interpreted", ("dtype=float16", "dtype=float64", "head_dim above 256")),
     "triton": Support("interpreted", ("dtype=float64", "head_dim above 256")),
     "hopper": Support(

@@ -61,10 +61,13 @@ def test_hidden_blocks_are_not_visited(mask, pairs, monkeypatch):
     assert re.findall(r"length=(\d+)", jaxpr) == [str(pairs)]
 
 
-@pytest.mark.parametrize("impl", ["xla", "cudnn", "splash", "tpu", "triton", "hopper"])
+@pytest.mark.parametrize("impl", ["xla", "cudnn", "splash", "tokamax", "tpu", "triton", "hopper"])
 @pytest.mark.parametrize("xsa", [None, Projection()], ids=["sa", "xsa"])
 def test_keeps_no_y(xsa, impl, monkeypatch):
     """Forward saves its inputs, z, the log-sum-exp and, for the projection, one number per row; nothing in float32 but these."""
+    if impl == "tokamax":
+        pytest.importorskip("tokamax", reason="install tokamax")
+        monkeypatch.setattr(sys, "argv", ["python"])  # which it parses
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     x = shapes(2, 128, 4, 2, 64, jnp.bfloat16)
     _, pull = jax.eval_shape(lambda *qkv: jax.vjp(lambda *qkv: attention(*qkv, xsa=xsa, impl=impl), *qkv), *x)

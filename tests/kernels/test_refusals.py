@@ -1,5 +1,7 @@
 """Every call that cannot be honoured raises ValueError and names the argument, while it is traced and with no array at hand."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -104,3 +106,9 @@ def test_check_names_what_is_missing_without_arrays():
 def test_auto_picks_what_honours_everything():
     assert kernels.check("auto", dtype="bfloat16", head_dim=64) == "xla"
     assert kernels.check("auto", dtype="float32", head_dim=80, segments=True, sinks=True, softcap=30.0, window=7) == "xla"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tokamax") is not None, reason="tokamax is installed")
+def test_tokamax_that_is_not_installed():
+    with pytest.raises(ValueError, match=r"^impl: found 'tokamax', which is not installed, expected .*pip install tokamax"):
+        trace(NARROW, {"impl": "tokamax"})
