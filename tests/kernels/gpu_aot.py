@@ -32,11 +32,11 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{name}"
 """
 A100 = {
-    "name": "A100", "shared": 167936, "block_shared": 166912, "cores": 108, "fpus": 64, "bandwidth": 2039000000000,
+    "name": "NVIDIA A100", "shared": 167936, "block_shared": 166912, "cores": 108, "fpus": 64, "bandwidth": 2039000000000,
     "cache": 41943040, "clock": 1.41, "capability": "major: 8",
 }  # fmt: skip
 H200 = {
-    "name": "H200", "shared": 233472, "block_shared": 232448, "cores": 132, "fpus": 128, "bandwidth": 4800000000000,
+    "name": "NVIDIA H200", "shared": 233472, "block_shared": 232448, "cores": 132, "fpus": 128, "bandwidth": 4800000000000,
     "cache": 52428800, "clock": 1.98, "capability": "major: 9 feature_extension: ACCELERATED_FEATURES",
 }  # fmt: skip
 ARCHITECTURES = {"sm_80": ("sm_80", A100), "sm_90": ("sm_90a", H200)}
@@ -83,11 +83,15 @@ def nvcc() -> pathlib.Path:
 def compile_for(architecture, fn, arguments):
     """Compiles fn(*arguments), the arguments ShapeDtypeStructs or None. The result cannot be run here."""
     import jax
-    from jax.sharding import SingleDeviceSharding
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    sharding = SingleDeviceSharding(_device(architecture))
+    mesh = Mesh(np.array([_device(architecture)]), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    return jax.jit(fn).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+    # From jax 0.12 on Pallas-Triton asks the mesh, by the device's name, what it compiles for.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(fn).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
 
 
 @functools.cache
@@ -147,7 +151,7 @@ def main(architecture: str, kind: str) -> None:
     os.environ["PATH"] = f"{nvcc()}/bin:" + os.environ["PATH"]
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     with tempfile.TemporaryDirectory() as dump:
-        os.environ["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={nvcc()} --xla_dump_to={dump}"
+        os.environ["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={nvcc()} --xla_dump_to={dump} --xla_dump_emitter_re=ptx"
         from kernels.gpu import hopper, triton
 
         backend, cases = {"triton": (triton.backend(), TRITON), "hopper": (hopper.backend(), HOPPER)}[kind]
