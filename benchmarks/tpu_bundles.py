@@ -144,7 +144,9 @@ def child(chip: str, kind: str, direction: str) -> None:
 def compile_and_weigh(chip: str, kind: str, direction: str) -> dict:
     with tempfile.TemporaryDirectory() as dump:
         env = dict(os.environ, JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-        env["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
+        env["LIBTPU_INIT_ARGS"] = (
+            f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+        )
         command = [sys.executable, __file__, "--child", chip, kind, direction]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         if done.returncode:

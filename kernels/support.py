@@ -33,6 +33,7 @@ FEATURES: dict[str, Callable[[Asked], bool]] = {
     "mask.causal with fewer queries than keys": lambda a: a.tail and a.causal,
     "queries no multiple of 128": lambda a: any(length % 128 for length in a.lengths[:1]),
     "keys no multiple of 128": lambda a: any(length % 128 for length in a.lengths[1:]),
+    "keys no multiple of 8": lambda a: any(length % 8 for length in a.lengths[1:]),
     "dtype=bfloat16": lambda a: a.dtype == "bfloat16",
     "dtype=float16": lambda a: a.dtype == "float16",
     "dtype=float32": lambda a: a.dtype == "float32",
@@ -91,6 +92,7 @@ SUPPORT = {
         (
             "queries no multiple of 128",
             "keys no multiple of 128",
+            "keys no multiple of 8",
             "dtype=float16",
             "dtype=float64",
             "head_dim above 256",
@@ -113,6 +115,7 @@ SUPPORT = {
         (
             "mask.segment_ids",
             "queries no multiple of 128",
+            "keys no multiple of 8",
             "dtype=float32",
             "dtype=float64",
             "another multiple of 8 up to 256 as head_dim",

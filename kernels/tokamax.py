@@ -6,7 +6,6 @@ level below it, to what tokamax does not promise to keep: it was written for ver
 """
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,8 @@ def _backend(device: str) -> fused.Backend:
 
 
 def _attend(device: str, call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT):
-    api, base = (importlib.import_module(f"tokamax._src.ops.attention.{name}") for name in ("api", "base"))
+    from tokamax._src.ops.attention import api, base
+
     names = {"tpu": ("mosaic_tpu",), "gpu": ("mosaic_gpu", "triton")}.get(device, ("xla",))
     refusals = []
     for name in names:

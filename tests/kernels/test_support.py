@@ -40,6 +40,7 @@ CELLS = {
     "mask.causal with fewer queries than keys": Cell(S=256),
     "queries no multiple of 128": Cell(T=100, S=128),
     "keys no multiple of 128": Cell(T=128, S=200),
+    "keys no multiple of 8": Cell(T=128, S=204),
     "dtype=bfloat16": Cell(),
     "dtype=float16": Cell(dtype="float16"),
     "dtype=float32": Cell(dtype="float32"),
