@@ -78,7 +78,7 @@ class Backend(NamedTuple):
 
     forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     backward_main: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    rows: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]] | None = None
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None] | None = None
     splits_by_itself: bool = False
 
 
@@ -134,26 +134,31 @@ def _forward(backend, call, q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, si
 
 def _backward(backend, call, residuals, dz_BTHE):
     q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, sinks_H, alpha_H, z_BTHE, lse_BHT, c_BHT = residuals
+    if backend.backward is not None and v_self_BTKE is None and alpha_H is None:
+        gradients = backend.backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, z_BTHE, lse_BHT, c_BHT, dz_BTHE.astype(q_BTHE.dtype))
+        if gradients is not None:
+            dq, dk, dv, delta_BHT = gradients
+            return dq, dk, dv, None, None, _dsinks(sinks_H, lse_BHT, delta_BHT), None
     dv_self_BTKE = dalpha_H = kept_BKT = None
     if call.zero_rule is None:
         dy_BTHE = dz_BTHE.astype(q_BTHE.dtype)
         delta_BHT = jnp.einsum("BTHE,BTHE->BHT", z_BTHE, dy_BTHE, preferred_element_type=_wide(z_BTHE))
     else:
         own_BTKE = v_BSKE if v_self_BTKE is None else v_self_BTKE
-        if backend.rows is None or alpha_H is not None:
-            dy_BTHE, delta_BHT, dv_self_BTKE, dalpha_H, kept_BKT = _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE)
-        else:
-            dy_BTHE, delta_BHT, dv_self_BTKE, kept_BKT = backend.rows(call, z_BTHE, c_BHT, own_BTKE, dz_BTHE)
+        dy_BTHE, delta_BHT, dv_self_BTKE, dalpha_H, kept_BKT = _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE)
         dv_self_BTKE = dv_self_BTKE if v_self_BTKE is None else dv_self_BTKE.astype(v_self_BTKE.dtype)
     start_BTKE = dv_self_BTKE if v_self_BTKE is None else None
     dq, dk, dv = backend.backward_main(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, start_BTKE)
-    dsinks_H = None
-    if sinks_H is not None:
-        p_sink_BHT = jnp.exp(sinks_H.astype(lse_BHT.dtype)[:, None] - lse_BHT)
-        dsinks_H = -jnp.sum(p_sink_BHT * delta_BHT, axis=(0, 2)).astype(sinks_H.dtype)
     if v_self_BTKE is None:
         dv_self_BTKE = None  # it is in dv
-    return dq, dk, dv, dv_self_BTKE, None, dsinks_H, dalpha_H
+    return dq, dk, dv, dv_self_BTKE, None, _dsinks(sinks_H, lse_BHT, delta_BHT), dalpha_H
+
+
+def _dsinks(sinks_H, lse_BHT, delta_BHT):
+    if sinks_H is None:
+        return None
+    p_sink_BHT = jnp.exp(sinks_H.astype(lse_BHT.dtype)[:, None] - lse_BHT)
+    return -jnp.sum(p_sink_BHT * delta_BHT, axis=(0, 2)).astype(sinks_H.dtype)
 
 
 _attention.defvjp(_forward, _backward)
