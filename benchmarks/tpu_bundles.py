@@ -32,14 +32,14 @@ CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x
 T, E, BLOCK, COMPUTE = 4096, 128, 1024, 512
 # The regions of a kernel, in program order, that run under a condition; everything else of the loop runs at every step.
 FORWARD = ("first", "whole", "masked", "last")
-BACKWARD = ("first", "new", "whole", "masked", "done", "last")
+BACKWARD = ("first", "whole", "masked", "done", "last")
 SPLASH = ("first", "run", "last")
 ROWS: tuple[str, ...] = ()
 KERNELS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("xsa", "forward"): {"xsa_forward": FORWARD},
     ("plain", "forward"): {"attention_forward": FORWARD},
     ("splash", "forward"): {"splash_mha_fwd": SPLASH},
-    ("xsa", "backward"): {"xsa_backward": BACKWARD, "xsa_rows": ROWS},
+    ("xsa", "backward"): {"xsa_backward": BACKWARD},
     ("plain", "backward"): {"attention_backward": BACKWARD},
     ("splash", "backward"): {"splash_mha_dq": SPLASH, "splash_mha_dkv": SPLASH},
 }

@@ -82,7 +82,8 @@ class _Row(NamedTuple):
 
 
 KIND = COMPUTE | MASKED | DIAGONAL
-TRI = True
+import os
+DC = int(os.environ.get('DC','512'))
 
 
 def backward(
@@ -297,21 +298,45 @@ def _kernel(grid: Grid, at, kinds: frozenset[int], *refs):
         total.dk[...] = jnp.zeros_like(total.dk)
         total.dv[...] = jnp.zeros_like(total.dv) if x.dv is None else x.dv[...]
 
+    compute = grid.blocks.compute
     if not grid.triangular:
-        pl.when(flags & NEW != 0)(lambda: _open(grid.call, x, row, total))
+        pl.when(flags & NEW != 0)(lambda: _open(grid.call, x, row, total, slice(0, bq)))
+
+    def block(starts):
+        for first in range(0, grid.blocks.kv, compute):
+            _keys(grid, starts, first, 0, x, row, total)
 
     def diagonal_block():
-        diagonal = _open(grid.call, x, row, total)
-        _block(grid, starts, x, row, total, diagonal, True)
+        MODE = os.environ.get('MODE','0')
+        firsts = list(reversed(range(0, grid.blocks.kv, DC)))
+        op = lambda first: _open(grid.call, x, row, total, slice(first, first + DC))
+        ke = lambda first, exact: _keys(grid, starts, first, first, x, row, total, exact, DC)
+        if MODE == '0':
+            for first in firsts:
+                ke(first, op(first))
+        elif MODE == '1':
+            opened = [op(firsts[0])]
+            for n, first in enumerate(firsts):
+                if n + 1 < len(firsts):
+                    opened.append(op(firsts[n+1]))
+                ke(first, opened[n])
+        elif MODE == '2':
+            opened = [op(f) for f in firsts]
+            for n, first in enumerate(firsts):
+                ke(first, opened[n])
+        elif MODE == '3':
+            opened = [op(f) for f in firsts]
+            for n, first in reversed(list(enumerate(firsts))):
+                ke(first, opened[n])
 
     kind = flags & KIND
-    for bits, block in (
-        (COMPUTE, lambda: _block(grid, None, x, row, total)),
-        (COMPUTE | MASKED, lambda: _block(grid, starts, x, row, total)),
+    for bits, visit in (
+        (COMPUTE, lambda: block(None)),
+        (COMPUTE | MASKED, lambda: block(starts)),
         (COMPUTE | MASKED | DIAGONAL, diagonal_block),
     ):
         if bits in kinds:
-            pl.when(kind == bits)(block)
+            pl.when(kind == bits)(visit)
 
     @pl.when(flags & DONE != 0)
     def _():
@@ -323,60 +348,100 @@ def _kernel(grid: Grid, at, kinds: frozenset[int], *refs):
         dv_ref[...] = total.dv[...].astype(dv_ref.dtype)
 
 
-def _open(call: Call, x: _Inputs, row: _Row, total: _Scratch):
+def _open(call: Call, x: _Inputs, row: _Row, total: _Scratch, part: slice):
     """The first visit to a block of rows: what the later ones find in VMEM."""
-    row.dq[...] = jnp.zeros_like(row.dq)
+    row.dq[part, :] = jnp.zeros_like(row.dq[part, :])
     if x.z is None:
-        row.delta[...] = x.delta[...]
+        row.delta[:, part] = x.delta[:, part]
     else:
-        z, dz = x.z[...].astype(jnp.float32), x.dz[...].astype(jnp.float32)
+        z, dz = x.z[part, :].astype(jnp.float32), x.dz[part, :].astype(jnp.float32)
         if x.c is None:
-            row.delta[...] = tile.row(jnp.sum(z * dz, axis=1, keepdims=True))
+            row.delta[:, part] = tile.row(jnp.sum(z * dz, axis=1, keepdims=True))
             return
-        v = x.v[...].astype(jnp.float32)
-        c = tile.column(x.c[...])
+        V = os.environ.get('V','')
+        v = x.v[part, :].astype(jnp.float32)
         n2 = jnp.sum(v * v, axis=1, keepdims=True)
         b, exact = call.inverse(n2)
-        r = jnp.sum(dz * v, axis=1, keepdims=True)
-        dy = dz - b * r * v
-        row.dy[...] = dy.astype(row.dy.dtype)
-        y = z + c * v
-        delta = jnp.sum(y * row.dy[...].astype(jnp.float32), axis=1, keepdims=True)
-        row.delta[...] = tile.row(delta)
-        total.dv[...] -= c * dy + b * r * jnp.where(exact, z, 2 * y - z)
-        return call.inverse(tile.row(n2))[1]
+        br = b * jnp.sum(dz * v, axis=1, keepdims=True)
+        dy = dz - br * v
+        row.dy[part, :] = dy.astype(row.dy.dtype)
+        dy = row.dy[part, :].astype(jnp.float32)
+        zdy = jnp.sum(z * dy, axis=1, keepdims=True)
+        if 'd' in V:
+            vdy = jnp.sum(v * dy, axis=1, keepdims=True)
+            c = x.c[:, part]
+            deltas = []
+            for t in range(0, DC, 128):
+                m = jnp.broadcast_to(zdy[t:t+128],(128,128)) + c[:, t:t+128] * vdy[t:t+128]
+                deltas.append(jnp.sum(tile._diagonal2(m), axis=0, keepdims=True))
+            row.delta[:, part] = jnp.concatenate(deltas, axis=1)
+        elif 'D' in V:
+            vdy = jnp.sum(v * dy, axis=1, keepdims=True)
+            row.delta[:, part] = tile.row(zdy) + x.c[:, part] * tile.row(vdy)
+        else:
+            row.delta[:, part] = tile.row(zdy)
+        if 'k' in V:
+            c = tile.column(x.c[:, part])
+            z += jnp.where(exact, 0, 2 * c) * v
+        if 'T' in V:
+            c = jnp.concatenate([jnp.broadcast_to(x.c[:, t:t+128],(128,128)).T for t in range(part.start, part.stop, 128)], axis=0)
+            z += jnp.where(exact, 0, 2 * c) * v
+        if 'q' in V:
+            c = tile.column(x.c[:, part])
+            total.dv[part, :] -= br * z + jnp.where(exact, 0, c) * (dz + br * v)
+        else:
+            total.dv[part, :] -= br * z
+        return exact
 
 
-def _block(grid: Grid, starts, x: _Inputs, row: _Row, total: _Scratch, exact=None, triangle=False):
+def _keys(grid: Grid, starts, first: int, first_query: int, x: _Inputs, row: _Row, total: _Scratch, exact=None, compute=None):
     """One pair of blocks, keys in sublanes; `starts` (of queries, of keys) where some of it is hidden or on the diagonal."""
-    call, compute = grid.call, grid.blocks.compute
-    for first in range(0, grid.blocks.kv, compute):
-        keys = pl.ds(first, compute)
-        seen_from = first if TRI and triangle else 0
-        q, dy, k, v = x.q[seen_from:, :], row.dy[seen_from:, :], x.k[keys, :], x.v[keys, :]
-        s = tile.scores(call, q, k, keys_first=True)
-        p = jnp.exp2(s - x.lse[:, seen_from:] * LOG2E)
-        dp = tile.dot(v, dy, tile.NT)
-        p_dv = p
-        if starts is not None:
-            k_position = starts[1] + first + lax.broadcasted_iota(jnp.int32, s.shape, 0)
-            q_position = starts[0] + seen_from + lax.broadcasted_iota(jnp.int32, s.shape, 1)
-            seen = tile.visible(call, q_position, k_position, grid.padding_from)
-            if x.q_ids is not None:
-                seen = tile.both(seen, tile.lanes(x.k_ids[keys, :], s.shape[1]) == x.q_ids[:, seen_from:])
-            p_dv = p = p if seen is None else jnp.where(seen, p, 0)
-            if x.c is not None and triangle:
-                diagonal = jnp.where(exact[:, seen_from:], q_position[:1], -1)
-                p_dv, dp = (_drop_diagonal(grid, first-seen_from, kq, k_position, diagonal) for kq in (p, dp))
-            elif x.diagonal is not None:
-                p_dv, dp = (_drop_diagonal(grid, first-seen_from, kq, k_position, x.diagonal[:, seen_from:]) for kq in (p, dp))
-        total.dv[keys, :] += tile.dot(p_dv.astype(dy.dtype), dy, tile.NN)
-        ds = p * (dp - row.delta[:, seen_from:])
-        if call.softcap is not None:
-            ds *= 1 - (s * (1 / (call.softcap * LOG2E))) ** 2
-        ds = ds.astype(q.dtype)
-        total.dk[keys, :] += tile.dot(ds, q, tile.NN)
-        row.dq[seen_from:, :] += tile.dot(ds, k, tile.TN)
+    call = grid.call
+    compute = compute or grid.blocks.compute
+    keys, queries = pl.ds(first, compute), slice(first_query, grid.blocks.q)
+    q, dy, k, v = x.q[queries, :], row.dy[queries, :], x.k[keys, :], x.v[keys, :]
+    s = tile.scores(call, q, k, keys_first=True)
+    p = jnp.exp2(s - x.lse[:, queries] * LOG2E)
+    dp = tile.dot(v, dy, tile.NT)
+    p_dv = p
+    if starts is not None:
+        k_position = starts[1] + first + lax.broadcasted_iota(jnp.int32, s.shape, 0)
+        q_position = starts[0] + first_query + lax.broadcasted_iota(jnp.int32, s.shape, 1)
+        seen = tile.visible(call, q_position, k_position, grid.padding_from)
+        if x.q_ids is not None:
+            seen = tile.both(seen, tile.lanes(x.k_ids[keys, :], s.shape[1]) == x.q_ids[:, queries])
+        p_dv = p = p if seen is None else jnp.where(seen, p, 0)
+        if exact is not None:
+            V = os.environ.get('V','')
+            on = tile.on_diagonal(k_position[:LANES, :LANES], q_position[:LANES, :LANES]) 
+            p_strips, dp_strips = [], []
+            for t in range(0, compute, LANES):
+                t_ = slice(t, t + LANES)
+                c = x.c[:, first + t : first + t + LANES]
+                ex = exact[t_]
+                pt, dpt = p[t_, t_], dp[t_, t_]
+                if 'q' in V:
+                    drop = on & exact[t_]
+                    pt = jnp.where(drop, -c, pt)
+                    dpt = jnp.where(drop, 0, dpt)
+                elif 'x' in V:
+                    pt = jnp.where(on, jnp.where(ex, 0, pt) - c, pt)
+                    dpt = jnp.where(on & ex, 0, dpt)
+                else:
+                    pt = jnp.where(on, - c, pt)
+                    dpt = jnp.where(on, 0, dpt)
+                p_strips.append(tile.join([p[t_, :t], pt, p[t_, t+LANES:]], axis=1))
+                dp_strips.append(tile.join([dp[t_, :t], dpt, dp[t_, t+LANES:]], axis=1))
+            p_dv, dp = tile.join(p_strips, 0), tile.join(dp_strips, 0)
+        elif x.diagonal is not None:
+            p_dv, dp = (_drop_diagonal(grid, first, kq, k_position, x.diagonal[...]) for kq in (p, dp))
+    total.dv[keys, :] += tile.dot(p_dv.astype(dy.dtype), dy, tile.NN)
+    ds = p * (dp - row.delta[:, queries])
+    if call.softcap is not None:
+        ds *= 1 - (s * (1 / (call.softcap * LOG2E))) ** 2
+    ds = ds.astype(q.dtype)
+    total.dk[keys, :] += tile.dot(ds, q, tile.NN)
+    row.dq[queries, :] += tile.dot(ds, k, tile.TN)
 
 
 def _drop_diagonal(grid: Grid, first: int, x, k_position, diagonal):
@@ -384,7 +449,7 @@ def _drop_diagonal(grid: Grid, first: int, x, k_position, diagonal):
     if not grid.aligned:
         return jnp.where(tile.on_diagonal(k_position, diagonal), 0, x)
     strips = []
-    for row in range(0, grid.blocks.compute, LANES):
+    for row in range(0, len(x), LANES):
         rows, columns = slice(row, row + LANES), slice(first + row, first + row + LANES)
         square = jnp.where(tile.on_diagonal(k_position[rows, columns], diagonal[:, columns]), 0, x[rows, columns])
         strips.append(tile.join([x[rows, : first + row], square, x[rows, first + row + LANES :]], axis=1))

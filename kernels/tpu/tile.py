@@ -83,3 +83,9 @@ def _diagonal(x: jax.Array) -> jax.Array:
     n = x.size
     here = lax.broadcasted_iota(jnp.int32, (n, n), 0) == lax.broadcasted_iota(jnp.int32, (n, n), 1)
     return jnp.where(here, x, 0)
+
+
+def _diagonal2(x):
+    n = len(x)
+    here = lax.broadcasted_iota(jnp.int32, (n, n), 0) == lax.broadcasted_iota(jnp.int32, (n, n), 1)
+    return jnp.where(here, x, 0)
