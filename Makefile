@@ -4,11 +4,16 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/installed
 
+# The compilers of other chips have an environment of their own: where they are installed, jax tries those chips at every start.
+GATES_VENV ?= .venv-gates
+GATES_RUN := $(GATES_VENV)/bin/python
+GATES_READY := $(GATES_VENV)/installed
+
 DEMO := runs/demo
 # Extra flags of both demo trainings; a quick look: --config.train.num_steps=20 --config.optim.warmup_steps=5
 DEMO_FLAGS ?=
 
-.PHONY: demo test test-fast lint format lock clean-demo
+.PHONY: demo test test-fast gates lint format lock clean-demo check-python
 
 ## Train SA and XSA on text that ships with Python, evaluate both, print and draw the comparison.
 demo: $(READY)
@@ -30,6 +35,11 @@ test: $(READY)
 test-fast: $(READY)
 	$(RUN) -m pytest -n auto --dist loadfile -m fast
 
+## Compile the kernels for every TPU and GPU they are written for, and compare their cost on TPUs with the stored one.
+gates: $(GATES_READY)
+	GATES=required $(GATES_RUN) -m pytest -n auto --dist worksteal tests/kernels/test_gpu_compile.py tests/kernels/test_tpu_compile.py
+	$(GATES_RUN) benchmarks/tpu_bundles.py --check benchmarks/results/tpu_bundles.json
+
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -44,11 +54,22 @@ lock: $(READY)
 	$(RUN) -m pip install --quiet uv
 	$(RUN) -m uv pip compile --universal --fork-strategy requires-python --python-version 3.11 --extra dev \
 	  --no-header --no-annotate --upgrade pyproject.toml --output-file requirements.lock
+	$(RUN) -m uv pip compile --universal --fork-strategy requires-python --python-version 3.11 --group gates \
+	  --no-header --no-annotate --upgrade --constraint requirements.lock --output-file requirements-gates.lock
 
-$(READY): requirements.lock pyproject.toml
+check-python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); xsa_jax needs 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+
+$(READY): requirements.lock pyproject.toml | check-python
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --requirement requirements.lock
 	$(RUN) -m pip install --quiet --no-deps --editable .
+	touch $@
+
+$(GATES_READY): requirements-gates.lock | check-python
+	@[ "$$(uname -sm)" = "Linux x86_64" ] || \
+	  { echo "error: the compilers that make gates installs exist for Linux on x86_64 only; this is $$(uname -sm)"; exit 1; }
+	$(PYTHON) -m venv $(GATES_VENV)
+	$(GATES_RUN) -m pip install --quiet --requirement $<
 	touch $@

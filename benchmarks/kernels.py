@@ -2,18 +2,19 @@
 
     python benchmarks/kernels.py --out benchmarks/results/gpu_kernels.json
 
-Implementations: `hopper` and `triton` (fused, each with XSA and as plain attention), `cudnn` (plain, and with the projection
-behind it) and `xla`. Values: z and the gradients of q, k and v against float32 attention of the same bfloat16 inputs; what is off
-by more than 1% (3% for the projection that finds y rounded, whose error is known) is not timed. Speed: TFLOP/s of the causal
-products alone, medians over repetitions in which the implementations take turns, on several random input sets; a ratio is the
-median of the ratios of one repetition. `residual MB` is what stays in memory between the passes, the inputs included. On a CPU it
-runs one tiny shape, to test itself.
+Implementations: `hopper`, `triton` and `tpu` (fused, each with XSA and as plain attention), `cudnn`, `splash` and `tokamax`
+(plain, and with the projection behind it; `splash sa` is jax's own, forward and backward) and `xla`. Values: z and the gradients
+of q, k and v against float32 attention of the same bfloat16 inputs; what is off by more than 1% (3% for the projection that finds
+y rounded, whose error is known) is not timed. Speed: TFLOP/s of the causal products alone, medians over repetitions in which the
+implementations take turns, on several random input sets; a ratio is the median of the ratios of one repetition. `residual MB` is
+what stays in memory between the passes, the inputs included. On a CPU it runs one tiny shape, to test itself.
 """
 
 import argparse
 import concurrent.futures
 import functools
 import itertools
+import math
 import os
 import pathlib
 import statistics
@@ -23,23 +24,21 @@ import time
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from benchmarks import _record
 from kernels import MaskSpec, Projection, attention
 
-# Name -> (implementation, with XSA). The first that runs here is what ratios are taken against.
-CONTENDERS = {
-    "cudnn sa": ("cudnn", False),
-    "cudnn xsa": ("cudnn", True),
-    "hopper sa": ("hopper", False),
-    "hopper xsa": ("hopper", True),
-    "triton sa": ("triton", False),
-    "triton xsa": ("triton", True),
-    "xla sa": ("xla", False),
-    "xla xsa": ("xla", True),
+# What is compared on each kind of device; each with XSA ("cudnn xsa") and without ("cudnn sa"). Ratios are taken against the first
+# that runs.
+IMPLEMENTATIONS = {
+    "gpu": ("cudnn", "hopper", "triton", "tokamax", "xla"),
+    "tpu": ("splash", "tpu", "tokamax", "xla"),
+    "cpu": ("xla", "triton", "splash", "tpu"),
 }
+ROUND_Y = ("cudnn xsa", "splash xsa", "tokamax xsa")
 TOKENS = 16384  # of a batch
 WIDTH = 2048  # H * E
 VALUE_SHAPES = [  # B, T, H, K, E, window
@@ -50,12 +49,29 @@ VALUE_SHAPES = [  # B, T, H, K, E, window
     (2, 512, 8, 8, 128, 200),
     (1, 4096, 2, 1, 64, 1000),
 ]
-ON_CPU = ["xla sa", "xla xsa", "triton sa", "triton xsa"]
 
 
 def attend(name, mask=None):
-    impl, xsa = CONTENDERS[name]
-    return functools.partial(attention, mask=mask or MaskSpec(), xsa=Projection() if xsa else None, impl=impl)
+    impl, kind = name.split()
+    if name == "splash sa":
+        return functools.partial(splash_itself, mask or MaskSpec())
+    return functools.partial(attention, mask=mask or MaskSpec(), xsa=Projection() if kind == "xsa" else None, impl=impl)
+
+
+def splash_itself(mask, q, k, v):
+    """As jax ships it, with its own backward pass, which `impl="splash"` does not take."""
+    T, H, E = q.shape[1:]
+    b = math.gcd(T, 1024)
+    shown = splash.CausalMask((T, T)) if mask.window is None else splash.LocalMask((T, T), (mask.window - 1, 0), 0)
+    sizes = splash.BlockSizes(b, b, min(b, 512), b, b, min(b, 512), b, b)
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([shown] * H),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=jax.default_backend() == "cpu",
+    )
+    return jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q * E**-0.5, k, v))).swapaxes(1, 2)
 
 
 def inputs(B, T, H, K, E, seed, dtype=jnp.bfloat16):
@@ -113,19 +129,19 @@ def check_values(names, shapes):
             wanted[shape, xsa] = functools.partial(precisely, exact), tuple(a.astype(jnp.float32) for a in x)
         for name in names:
             # Plain attention is the same kernel without its last lines: two shapes tell.
-            if not runs(name, *shape) and (CONTENDERS[name][1] or shape in shapes[:2]):
+            if not runs(name, *shape) and (name.endswith("xsa") or shape in shapes[:2]):
                 wanted[shape, name] = functools.partial(both_passes, attend(name, mask)), x
     programs, rows = compile_all(wanted), []
     for (shape, name), (_, x) in wanted.items():
         if name in (False, True):
             continue
         row = {"shape": "x".join(map(str, shape[:-1])), "window": shape[-1], "implementation": name, "wrong": True}
-        exact = (shape, CONTENDERS[name][1])
+        exact = (shape, name.endswith("xsa"))
         try:
             pairs = zip(programs[shape, name](*x), programs[exact](*wanted[exact][1]), strict=True)
             errors = [float(jnp.linalg.norm((a.astype(jnp.float32) - b).ravel()) / jnp.linalg.norm(b.ravel())) for a, b in pairs]
             row |= {label: 100 * e for label, e in zip(("z %", "dq %", "dk %", "dv %"), errors, strict=True)}
-            row["wrong"] = not max(errors) <= (0.03 if name == "cudnn xsa" else 0.01)
+            row["wrong"] = not max(errors) <= (0.03 if name in ROUND_Y else 0.01)
         except Exception as error:
             row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
         rows.append(row)
@@ -197,7 +213,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--head-dims", type=numbers, default=[128, 64])
     parser.add_argument("--groups", type=numbers, default=[1, 4], help="query heads per KV head")
-    parser.add_argument("--implementations", type=lambda text: text.split(","), default=list(CONTENDERS))
+    parser.add_argument("--implementations", type=lambda text: text.split(","), help="such as cudnn xsa,hopper xsa")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--sets", type=int, default=3, help="random input sets")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after so long")
@@ -206,11 +222,12 @@ def main() -> None:
     args = parser.parse_args()
 
     start, cpu = time.monotonic(), jax.default_backend() == "cpu"
-    names = [name for name in args.implementations if not cpu or name in ON_CPU]
-    values = check_values(names, [(1, 64, 2, 1, 16, None)] if cpu else VALUE_SHAPES)
+    able = [f"{impl} {kind}" for impl in IMPLEMENTATIONS[jax.default_backend()] for kind in ("sa", "xsa")]
+    names = [name for name in able if args.implementations is None or name in args.implementations]
+    values = check_values(names, [(1, 128, 2, 1, 16, None)] if cpu else VALUE_SHAPES)
     wrong = {row["implementation"] for row in values if row["wrong"]}
     rows: list[dict] = []
-    shapes = [(1, 64, 2, 1, 16)] if cpu else []
+    shapes = [(1, 128, 2, 1, 16)] if cpu else []
     if not cpu:
         for T, E, G in itertools.product(args.lengths, args.head_dims, args.groups):
             shapes.append((max(1, TOKENS // T), T, WIDTH // E, WIDTH // E // G, E))

@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
 
     config.attention = ConfigDict()
     config.attention.kind = "sa"  # sa | xsa
-    config.attention.impl = "auto"  # auto | reference | xla | cudnn | splash | tpu | triton | hopper; see kernels/README.md
+    config.attention.impl = "auto"  # auto or a name in kernels/README.md: reference, xla, cudnn, splash, tokamax, tpu, ...
     config.attention.num_heads = 12
     config.attention.num_kv_heads = 12  # fewer than num_heads: grouped queries; 1: multi-query
     config.attention.head_dim = 64

@@ -1,29 +1,36 @@
 """The one public function, and the check of what a call asks for."""
 
+import importlib.util
 import logging
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from kernels import blockwise, reference, support
+from kernels import reference, support, xla
 from kernels.spec import CAUSAL, MaskSpec, Projection, need
 
-Impl = Literal["auto", "reference", "xla", "cudnn", "splash", "tpu", "triton", "hopper"]
+Impl = Literal["auto", "reference", "xla", "cudnn", "splash", "tokamax", "tpu", "triton", "hopper"]
 log = logging.getLogger("kernels")
 
 
 # Imported when asked for: loading the kernel compilers takes a moment, and jax has announced the end of one of them.
 def _cudnn(*call):
-    from kernels import compose
+    from kernels import cudnn
 
-    return compose.cudnn(*call)
+    return cudnn.attention(*call)
 
 
 def _splash(*call):
-    from kernels import compose
+    from kernels import splash
 
-    return compose.splash(*call)
+    return splash.attention(*call)
+
+
+def _tokamax(*call):
+    from kernels import tokamax
+
+    return tokamax.attention(*call)
 
 
 def _tpu(*call):
@@ -46,9 +53,10 @@ def _hopper(*call):
 
 IMPLEMENTATIONS = {
     "reference": reference.attention,
-    "xla": blockwise.attention,
+    "xla": xla.attention,
     "cudnn": _cudnn,
     "splash": _splash,
+    "tokamax": _tokamax,
     "tpu": _tpu,
     "triton": _triton,
     "hopper": _hopper,
@@ -87,9 +95,9 @@ def attention(
       impl: "auto", or an implementation by name. It honours everything it is given or raises; `check` says what "auto" is.
 
     Returns:
-      z_BTHE in the dtype of q. What "xla", "tpu", "triton" and "hopper" keep for the backward pass beside their inputs is named
-      "attention_out", "attention_lse" and "attention_c": with the policy `jax.checkpoint_policies.save_only_these_names` of these a
-      rematerialised layer runs attention forward once.
+      z_BTHE in the dtype of q. What all but "reference" keep for the backward pass beside their inputs is named "attention_out",
+      "attention_lse" and "attention_c": with the policy `jax.checkpoint_policies.save_only_these_names` of these a rematerialised
+      layer runs attention forward once.
 
     Raises:
       ValueError: at trace time, naming the argument.
@@ -145,6 +153,8 @@ def check(
         need(xsa.zero_rule in ("clamp", "add", "exact"), "xsa.zero_rule", xsa.zero_rule, "'clamp', 'add' or 'exact'")
         need(xsa.zero_rule == "exact" or (_is_number(xsa.eps) and xsa.eps > 0), "xsa.eps", xsa.eps, "a positive number")
     need(impl == "auto" or impl in IMPLEMENTATIONS, "impl", impl, f"'auto' or one of {', '.join(IMPLEMENTATIONS)}")
+    installed = impl != "tokamax" or importlib.util.find_spec("tokamax") is not None
+    need(installed, "impl", "'tokamax', which is not installed", "another, or the package: pip install tokamax")
     asked = support.Asked(dtype, head_dim, causal, window, segments, sinks, softcap, tail, lengths)
     name = support.pick(asked) if impl == "auto" else impl
     lacking = support.lacking(name, asked)

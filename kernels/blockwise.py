@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels import fused
 from kernels.fused import Call
 from kernels.reference import group, visible
 
@@ -21,36 +20,13 @@ BLOCK = 512
 LOWEST = -1e30
 
 
-def attention(*call):
-    """`kernels.attention`'s "xla"."""
-    return fused.attention(BACKEND, *call)
-
-
-def _forward(call: Call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H):
-    if own_BTKE is None:
-        y_BTKGE, lse_BHT = _average(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, sinks_H, None)
-        return y_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype), lse_BHT, None
-    own_BTK1E = own_BTKE.astype(jnp.promote_types(q_BTHE.dtype, jnp.float32))[:, :, :, None]
-    inverse_BTK11, exact = call.inverse(jnp.sum(own_BTK1E * own_BTK1E, axis=-1, keepdims=True))
-    kept_BKT = jnp.logical_not(exact)[..., 0, 0].swapaxes(1, 2) if call.drop_diagonal else None
-    y_BTKGE, lse_BHT = _average(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, sinks_H, kept_BKT)
-    c_BTKG1 = jnp.sum(y_BTKGE * own_BTK1E, axis=-1, keepdims=True) * inverse_BTK11
-    alpha = 1 if alpha_H is None else alpha_H.reshape(k_BSKE.shape[2], -1, 1)
-    z_BTKGE = y_BTKGE - alpha * c_BTKG1 * own_BTK1E
-    return z_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype), lse_BHT, _numbers(c_BTKG1)
-
-
-def _average(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, sinks_H, kept_BKT):
-    """y [B, T, K, G, E] and the log-sum-exp [B, H, T], both in float32 or better."""
-    K, wide = k_BSKE.shape[2], jnp.promote_types(q_BTHE.dtype, jnp.float32)
+def average(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT) -> tuple[jax.Array, jax.Array]:
+    """`attend` of `kernels.compose.forward`."""
+    wide = jnp.promote_types(q_BTHE.dtype, jnp.float32)
     grid = _Grid(call, q_BTHE, k_BSKE, segment_ids, kept_BKT)
     q_NBKGtE, k_MBKsE, v_MBKsE = grid.queries(q_BTHE), grid.keys(k_BSKE), grid.keys(v_BSKE)
     m_NBKGt = jnp.full(q_NBKGtE.shape[:-1], LOWEST, wide)
     l_NBKGt = jnp.zeros_like(m_NBKGt)
-    if sinks_H is not None:
-        sinks_KG1 = sinks_H.astype(wide).reshape(K, -1, 1)
-        m_NBKGt = jnp.maximum(m_NBKGt, sinks_KG1)
-        l_NBKGt = jnp.exp(sinks_KG1 - m_NBKGt)
 
     def step(carry, pair):
         acc_NBKGtE, m_NBKGt, l_NBKGt = carry
@@ -73,10 +49,12 @@ def _average(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, sinks_H, kept_BKT)
     # Only rows that fill up the last block can see nothing; they are cut off, but a NaN in them would stop a user who hunts NaNs.
     l_NBKGt = jnp.where(l_NBKGt > 0, l_NBKGt, 1)
     lse_BTKG1 = grid.rows((m_NBKGt + jnp.log(l_NBKGt))[..., None])
-    return grid.rows(acc_NBKGtE / l_NBKGt[..., None]), _numbers(lse_BTKG1)
+    y_BTHE = grid.rows(acc_NBKGtE / l_NBKGt[..., None]).reshape(q_BTHE.shape)
+    return y_BTHE, lse_BTKG1.reshape(q_BTHE.shape[:3]).swapaxes(1, 2)
 
 
-def _backward(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, dv_BTKE):
+def backward(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, dv_BTKE):
+    """`backward_main` of `kernels.fused.Backend`."""
     grid = _Grid(call, q_BTHE, k_BSKE, segment_ids, kept_BKT)
     q_NBKGtE, k_MBKsE, v_MBKsE, dy_NBKGtE = grid.queries(q_BTHE), grid.keys(k_BSKE), grid.keys(v_BSKE), grid.queries(dy_BTHE)
     lse_NBKGt1, delta_NBKGt1 = (grid.queries(x_BHT.swapaxes(1, 2)[..., None]) for x_BHT in (lse_BHT, delta_BHT))
@@ -106,9 +84,6 @@ def _backward(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE,
     (dq_NBKGtE, dk_MBKsE, dv_MBKsE), _ = lax.scan(step, zeros, grid.pairs)
     dq_BTHE = grid.rows(dq_NBKGtE).reshape(q_BTHE.shape)
     return dq_BTHE.astype(narrow), grid.columns(dk_MBKsE).astype(narrow), grid.columns(dv_MBKsE).astype(narrow)
-
-
-BACKEND = fused.Backend(_forward, _backward, splits_by_itself=True)
 
 
 class _Grid:
@@ -175,12 +150,6 @@ class _Grid:
         q_positions, k_positions = self.positions(i, j)
         drops_BKt1 = self.drops_NBtK[i].transpose(0, 2, 1)[..., None]
         return jnp.where((drops_BKt1 & (q_positions[:, None] == k_positions))[:, :, None], 0, x_BKGts)
-
-
-def _numbers(x_BTKG1: jax.Array) -> jax.Array:
-    """-> [B, H, T]."""
-    B, T = x_BTKG1.shape[:2]
-    return x_BTKG1.reshape(B, T, -1).swapaxes(1, 2)
 
 
 def _cut(x_BT: jax.Array, size: int) -> jax.Array:

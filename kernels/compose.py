@@ -1,93 +1,40 @@
-"""Attention of others with the projection behind it, in float32.
-
-Neither cuDNN nor splash has a public backward pass that takes a given y and log-sum-exp, so each keeps its own derivative, with
-its own residuals. What y was rounded to is all that the projection sees, and what costs accuracy where tokens attend mostly to
-themselves; README.md has the numbers.
-"""
-
-import math
-from typing import Any
+"""The projection behind any attention that returns its output and log-sum-exp: a forward pass for the frame in `kernels.fused`."""
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas.ops.tpu import splash_attention
 
-from kernels import fused, reference
-from kernels.spec import MaskSpec, Projection
+from kernels.fused import Call
+from kernels.reference import group
 
 
-def cudnn(
-    q_BTHE: jax.Array,
-    k_BSKE: jax.Array,
-    v_BSKE: jax.Array,
-    v_self_BTKE: jax.Array | None,
-    mask: MaskSpec,
-    xsa: Projection | None,
-    sinks_H: jax.Array | None,
-    softcap: float | None,
-    scale: float,
-) -> jax.Array:
-    """NVIDIA's cuDNN flash attention as jax ships it. `api.check` has refused what it cannot honour."""
-    window = None if mask.window is None else (mask.window - 1, 0)
-    try:
-        y_BTHE = jax.nn.dot_product_attention(
-            q_BTHE, k_BSKE, v_BSKE, scale=scale, is_causal=mask.causal, local_window_size=window, implementation="cudnn"
-        )
-    except (NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"impl: found 'cudnn', which refuses: {error}. Expected 'xla', or a machine that has it") from error
-    return _project(y_BTHE, v_BSKE if v_self_BTKE is None else v_self_BTKE, xsa)
+def forward(
+    attend, call: Call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """`Backend.forward` after its first argument.
+
+    attend(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT) -> y_BTHE, lse_BHT knows of no sinks and no projection. kept_BKT
+    (bool) is None, or marks the rows in which y has p_ii v_i; from y of the other rows it is left out, and counts in lse.
+    """
+    if own_BTKE is None:
+        y_BTHE, lse_BHT = _with_sinks(sinks_H, *attend(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, None))
+        return y_BTHE.astype(q_BTHE.dtype), lse_BHT, None
+    K, wide = k_BSKE.shape[2], jnp.promote_types(q_BTHE.dtype, jnp.float32)
+    own_BTK1E = own_BTKE.astype(wide)[:, :, :, None]
+    inverse_BTK11, exact = call.inverse(jnp.sum(own_BTK1E * own_BTK1E, axis=-1, keepdims=True))
+    kept_BKT = jnp.logical_not(exact)[..., 0, 0].swapaxes(1, 2) if call.drop_diagonal else None
+    y_BTHE, lse_BHT = _with_sinks(sinks_H, *attend(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT))
+    y_BTKGE = group(y_BTHE, K).astype(wide)
+    c_BTKG1 = jnp.sum(y_BTKGE * own_BTK1E, axis=-1, keepdims=True) * inverse_BTK11
+    alpha = 1 if alpha_H is None else alpha_H.reshape(K, -1, 1)
+    z_BTKGE = y_BTKGE - alpha * c_BTKG1 * own_BTK1E
+    return z_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype), lse_BHT, c_BTKG1.reshape(q_BTHE.shape[:3]).swapaxes(1, 2)
 
 
-def splash(
-    q_BTHE: jax.Array,
-    k_BSKE: jax.Array,
-    v_BSKE: jax.Array,
-    v_self_BTKE: jax.Array | None,
-    mask: MaskSpec,
-    xsa: Projection | None,
-    sinks_H: jax.Array | None,
-    softcap: float | None,
-    scale: float,
-) -> jax.Array:
-    """The TPU flash attention that ships with jax; on a CPU, interpreted. `api.check` has refused what it cannot honour."""
-    attend: Any = fused.on_mesh(lambda q, k, v, _, ids, *none: _splash(q, k, v, ids, mask, softcap, scale))
-    y_BTHE = attend(q_BTHE, k_BSKE, v_BSKE, None, mask.segment_ids, None, None)
-    return _project(y_BTHE, v_BSKE if v_self_BTKE is None else v_self_BTKE, xsa)
+def _with_sinks(sinks_H: jax.Array | None, y_BTHE: jax.Array, lse_BHT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return (y_BTHE, lse_BHT) if sinks_H is None else also(y_BTHE, lse_BHT, sinks_H.astype(lse_BHT.dtype)[:, None])
 
 
-def _splash(q_BTHE, k_BSKE, v_BSKE, segment_ids, mask: MaskSpec, softcap: float | None, scale: float):
-    (_, T, H, _), S = q_BTHE.shape, k_BSKE.shape[1]
-    shape, offset = (T, S), S - T
-    shown: splash_attention.Mask
-    if mask.window is not None:
-        shown = splash_attention.LocalMask(shape, (mask.window - 1, 0 if mask.causal else mask.window - 1), offset)
-    elif mask.causal:
-        shown = splash_attention.CausalMask(shape, offset)
-    else:
-        shown = splash_attention.FullMask(shape)
-    b = math.gcd(T, S, 512)
-    kernel = splash_attention.make_splash_mha(
-        splash_attention.MultiHeadMask([shown] * H),
-        block_sizes=splash_attention.BlockSizes(b, b, b, b, b, b, b, b),
-        attn_logits_soft_cap=softcap,
-        head_shards=1,
-        q_seq_shards=1,
-        interpret=jax.default_backend() == "cpu",
-    )
-    ids = None if segment_ids is None else splash_attention.SegmentIds(segment_ids[:, offset:], segment_ids)
-    heads_first = (x.swapaxes(1, 2) for x in (q_BTHE * scale, k_BSKE, v_BSKE))
-    return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
-
-
-def _project(y_BTHE: jax.Array, own_BTKE: jax.Array, xsa: Projection | None) -> jax.Array:
-    if xsa is None:
-        return checkpoint_name(y_BTHE, "attention_out")
-
-    # Made once more for the backward pass: stored, its float32 intermediates would be several times the size of y.
-    @jax.checkpoint
-    def project(y_BTHE, own_BTKE, xsa):
-        y_BTKGE = reference.group(y_BTHE, own_BTKE.shape[2]).astype(jnp.float32)
-        return reference.project(y_BTKGE, own_BTKE, xsa).reshape(y_BTHE.shape).astype(y_BTHE.dtype)
-
-    return checkpoint_name(project(y_BTHE, own_BTKE, xsa), "attention_out")
+def also(y_BTHE: jax.Array, lse_BHT: jax.Array, score_BHT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(y, lse) once one more key takes weight: its scores broadcast to [B, H, T], and its value is zero."""
+    both_BHT = jnp.logaddexp(lse_BHT, score_BHT)
+    return y_BTHE * jnp.exp(lse_BHT - both_BHT).swapaxes(1, 2)[..., None], both_BHT

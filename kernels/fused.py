@@ -70,16 +70,22 @@ class Backend(NamedTuple):
       dy is in the dtype of q and delta = rowsum(y * dy). kept_BKT (bool) marks the rows that keep their diagonal; None: all do.
       dv_BTKE (in the dtype of lse) is what dv starts from, with T = S; None: zero.
 
-    rows(call, z_BTHE, c_BHT, own_BTKE, dz_BTHE) -> dy_BTHE, delta_BHT, dv_self_BTKE, kept_BKT: the row-local step where alpha is 1,
-      for a backend that has one better than `_rows`, which see.
+    backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, z_BTHE, lse_BHT, c_BHT, dz_BTHE) -> dq, dk, dv, delta_BHT: both steps in one,
+      for own values that are v, with alpha 1, or without a projection. None for a call that it leaves to `_rows` and backward_main.
 
     splits_by_itself: XLA can split it over a mesh, as it can anything but a kernel.
+
+    keeps_diagonal: its forward pass cannot leave the diagonal out of y, so no call asks it to.
+
+    needs_y: its backward_main takes y_BTHE, in the dtype of q, before all other arguments.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     backward_main: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None] | None = None
     splits_by_itself: bool = False
+    keeps_diagonal: bool = False
+    needs_y: bool = False
 
 
 def attention(
@@ -109,7 +115,11 @@ def attention(
         scale,
         None if xsa is None else xsa.zero_rule,
         0.0 if xsa is None else xsa.eps,
-        drop_diagonal=xsa is not None and alpha is None and xsa.zero_rule != "add" and v_self_BTKE is None,
+        drop_diagonal=not backend.keeps_diagonal
+        and xsa is not None
+        and alpha is None
+        and xsa.zero_rule != "add"
+        and v_self_BTKE is None,
     )
     alpha_H = None if alpha is None else jnp.broadcast_to(jnp.asarray(alpha, _wide(q_BTHE)), (q_BTHE.shape[2],))
     attend = functools.partial(_attention, backend, call)
@@ -135,7 +145,8 @@ def _forward(backend, call, q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, si
 def _backward(backend, call, residuals, dz_BTHE):
     q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, sinks_H, alpha_H, z_BTHE, lse_BHT, c_BHT = residuals
     if backend.backward is not None and v_self_BTKE is None and alpha_H is None:
-        gradients = backend.backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, z_BTHE, lse_BHT, c_BHT, dz_BTHE.astype(q_BTHE.dtype))
+        dz_BTHE = dz_BTHE.astype(q_BTHE.dtype)
+        gradients = backend.backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, z_BTHE, lse_BHT, c_BHT, dz_BTHE)
         if gradients is not None:
             dq, dk, dv, delta_BHT = gradients
             return dq, dk, dv, None, None, _dsinks(sinks_H, lse_BHT, delta_BHT), None
@@ -148,10 +159,17 @@ def _backward(backend, call, residuals, dz_BTHE):
         dy_BTHE, delta_BHT, dv_self_BTKE, dalpha_H, kept_BKT = _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE)
         dv_self_BTKE = dv_self_BTKE if v_self_BTKE is None else dv_self_BTKE.astype(v_self_BTKE.dtype)
     start_BTKE = dv_self_BTKE if v_self_BTKE is None else None
-    dq, dk, dv = backend.backward_main(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, start_BTKE)
+    main = backend.backward_main
+    if backend.needs_y:
+        y_BTHE = z_BTHE if call.zero_rule is None else _output(z_BTHE, c_BHT, own_BTKE, alpha_H).reshape(z_BTHE.shape)
+        main = functools.partial(main, y_BTHE.astype(z_BTHE.dtype))
+    dq, dk, dv = main(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, start_BTKE)
     if v_self_BTKE is None:
         dv_self_BTKE = None  # it is in dv
     return dq, dk, dv, dv_self_BTKE, None, _dsinks(sinks_H, lse_BHT, delta_BHT), dalpha_H
+
+
+_attention.defvjp(_forward, _backward)
 
 
 def _dsinks(sinks_H, lse_BHT, delta_BHT):
@@ -159,9 +177,6 @@ def _dsinks(sinks_H, lse_BHT, delta_BHT):
         return None
     p_sink_BHT = jnp.exp(sinks_H.astype(lse_BHT.dtype)[:, None] - lse_BHT)
     return -jnp.sum(p_sink_BHT * delta_BHT, axis=(0, 2)).astype(sinks_H.dtype)
-
-
-_attention.defvjp(_forward, _backward)
 
 
 def _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE):
@@ -187,7 +202,7 @@ def _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE):
     narrow = jnp.finfo(z_BTHE.dtype)
     dy = dz - alpha * b * r * v
     dy_narrow = lax.reduce_precision(dy, narrow.nexp, narrow.nmant)
-    delta = jnp.sum((z + alpha * c * v) * dy_narrow, axis=-1)
+    delta = jnp.sum(_output(z_BTHE, c_BHT, own_BTKE, alpha_H) * dy_narrow, axis=-1)
     dv_self = alpha * (2 * (live - alpha) * b * c * r * v - c * dy - b * r * z)
 
     dalpha_H = None if alpha_H is None else -jnp.sum(c * r, axis=(0, 1)).reshape(-1)
@@ -195,6 +210,13 @@ def _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE):
     dy_BTHE = dy_narrow.astype(z_BTHE.dtype).reshape(z_BTHE.shape)
     delta_BHT = jnp.moveaxis(delta, 1, -1).reshape(c_BHT.shape)
     return dy_BTHE, delta_BHT, jnp.sum(dv_self, axis=3), dalpha_H, kept_BKT
+
+
+def _output(z_BTHE, c_BHT, own_BTKE, alpha_H):
+    """y = z + alpha c v, [B, T, K, G, E] in float32 or better."""
+    K = own_BTKE.shape[2]
+    alpha = 1.0 if alpha_H is None else alpha_H.reshape(K, -1, 1)
+    return group(z_BTHE, K) + alpha * _columns(c_BHT, K) * own_BTKE[:, :, :, None].astype(c_BHT.dtype)
 
 
 def _wide(x: jax.Array) -> jnp.dtype:

@@ -78,7 +78,6 @@ SUPPORT = {
         (
             "mask.window with mask.causal=False",
             "mask.segment_ids",
-            "sinks_H",
             "softcap",
             "mask.causal with fewer queries than keys",
             "dtype=float32",
@@ -87,13 +86,21 @@ SUPPORT = {
             "head_dim above 256",
         ),
     ),
-    # jax's own gradient of the sinks adds up all heads.
     "splash": Support(
         "interpreted",
         (
-            "sinks_H",
             "queries no multiple of 128",
             "keys no multiple of 128",
+            "dtype=float16",
+            "dtype=float64",
+            "head_dim above 256",
+        ),
+    ),
+    # As it is on a CPU; tokamax's kernels themselves were not checked.
+    "tokamax": Support(
+        "run",
+        (
+            "mask.segment_ids",
             "dtype=float16",
             "dtype=float64",
             "head_dim above 256",

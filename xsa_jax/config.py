@@ -51,7 +51,7 @@ class XSAConfig:
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
     kind: Literal["sa", "xsa"]
-    impl: Literal["auto", "reference", "xla", "cudnn", "splash", "tpu", "triton", "hopper"]
+    impl: Literal["auto", "reference", "xla", "cudnn", "splash", "tokamax", "tpu", "triton", "hopper"]
     num_heads: int
     num_kv_heads: int
     head_dim: int

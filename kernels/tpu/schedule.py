@@ -34,6 +34,11 @@ class Blocks:
     kv: int
     compute: int
 
+    @property
+    def diagonal(self) -> int:
+        """Keys at a time where a block of queries meets its own keys: the fewer, the less is computed of the half that is hidden."""
+        return 256 if self.compute % 256 == 0 else self.compute
+
     def fit(self, T: int, S: int) -> "Blocks":
         """The same sizes, no larger than T queries and S keys need."""
         q, kv = min(self.q, round_up(T, LANES)), min(self.kv, round_up(S, LANES))

@@ -72,20 +72,12 @@ def row(x_column: jax.Array) -> jax.Array:
 def column(x_row: jax.Array) -> jax.Array:
     """[1, n] -> [n, 1]."""
     n = min(x_row.shape[1], LANES)
-    columns = (
-        jnp.sum(_diagonal(x_row[:, first : first + n]), axis=1, keepdims=True) for first in range(0, x_row.shape[1], n)
-    )
+    columns = (jnp.sum(_diagonal(x_row[:, first : first + n]), axis=1, keepdims=True) for first in range(0, x_row.shape[1], n))
     return jnp.concatenate(list(columns), axis=0)
 
 
 def _diagonal(x: jax.Array) -> jax.Array:
     """A row or a column as a diagonal matrix."""
     n = x.size
-    here = lax.broadcasted_iota(jnp.int32, (n, n), 0) == lax.broadcasted_iota(jnp.int32, (n, n), 1)
-    return jnp.where(here, x, 0)
-
-
-def _diagonal2(x):
-    n = len(x)
     here = lax.broadcasted_iota(jnp.int32, (n, n), 0) == lax.broadcasted_iota(jnp.int32, (n, n), 1)
     return jnp.where(here, x, 0)

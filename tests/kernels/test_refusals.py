@@ -1,5 +1,7 @@
 """Every call that cannot be honoured raises ValueError and names the argument, while it is traced and with no array at hand."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -56,7 +58,6 @@ BAD = [
     ("impl", {}, {"impl": "flash"}),
     ("impl", {}, {"impl": "cudnn"}),
     ("impl", {**NARROW, "segment_ids": IDS}, {"impl": "cudnn"}),
-    ("impl", {**NARROW, "sinks_H": shape(4)}, {"impl": "cudnn"}),
     ("impl", NARROW, {"impl": "cudnn", "softcap": 3.0}),
     ("impl", NARROW, {"impl": "cudnn", "mask": MaskSpec(causal=False, window=3)}),
     ("impl", {name: shape(2, 6, 2, 12, dtype=BF16) for name in GOOD}, {"impl": "cudnn"}),
@@ -97,7 +98,7 @@ def test_cudnn_without_cudnn_is_a_value_error():
 
 
 def test_check_names_what_is_missing_without_arrays():
-    with pytest.raises(ValueError, match=r"mask.segment_ids, sinks_H, softcap"):
+    with pytest.raises(ValueError, match=r"mask.segment_ids, softcap"):
         kernels.check("cudnn", dtype="bfloat16", head_dim=64, segments=True, sinks=True, softcap=30.0)
     assert kernels.check("cudnn", dtype="bfloat16", head_dim=64, window=128, xsa=Projection()) == "cudnn"
 
@@ -105,3 +106,9 @@ def test_check_names_what_is_missing_without_arrays():
 def test_auto_picks_what_honours_everything():
     assert kernels.check("auto", dtype="bfloat16", head_dim=64) == "xla"
     assert kernels.check("auto", dtype="float32", head_dim=80, segments=True, sinks=True, softcap=30.0, window=7) == "xla"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tokamax") is not None, reason="tokamax is installed")
+def test_tokamax_that_is_not_installed():
+    with pytest.raises(ValueError, match=r"^impl: found 'tokamax', which is not installed, expected .*pip install tokamax"):
+        trace(NARROW, {"impl": "tokamax"})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kernels
-from kernels import MaskSpec, blockwise
+from kernels import MaskSpec, blockwise, cudnn
 from tests.kernels import oracle
 from tests.kernels.cases import Variant, arrays, assert_close, errors, expected, regimes, relative, rounded, run
 
@@ -132,12 +132,48 @@ def test_tail_of_the_queries_is_the_end_of_the_whole(monkeypatch):
             np.testing.assert_allclose(tail, whole[:, -t:], atol=2e-6)
 
 
+class FakeCudnn:
+    """What the two calls of cuDNN compute, in float32 and dense, from what they are given; results in the dtypes of cuDNN's."""
+
+    def _weights(self, q, k, scale, mask_type, window):
+        mask = MaskSpec(mask_type.name == "CAUSAL", window)
+        return kernels.weights(q, k, mask, scale=scale)
+
+    def forward(self, q, k, v, *, scale, mask_type, sliding_window_length, return_residual):
+        assert return_residual
+        p_BKGTS = self._weights(q, k, scale, mask_type, sliding_window_length)
+        y = jnp.einsum("BKGTS,BSKE->BTKGE", p_BKGTS, v.astype(jnp.float32)).reshape(q.shape)
+        s_BKGTS = jnp.einsum("BTKGE,BSKE->BKGTS", kernels.reference.group(q, k.shape[2]).astype(jnp.float32), k.astype(jnp.float32))
+        # p = exp(s - lse) wherever p is not 0: on the first key that a row sees
+        first = jnp.argmax(p_BKGTS > 0, axis=-1)[..., None]
+        lse = jnp.take_along_axis(s_BKGTS * scale - jnp.log(p_BKGTS), first, axis=-1)
+        return y.astype(q.dtype), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+    def bind(self, q, k, v, *operands, scale, mask_type, sliding_window_length, **_):
+        lse, y, dy = operands[-3:]
+        K, narrow = k.shape[2], q.dtype
+        q, y, dy = (kernels.reference.group(x, K).astype(jnp.float32) for x in (q, y, dy))
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+        s = jnp.einsum("BTKGE,BSKE->BKGTS", q, k) * scale
+        seen = kernels.reference.dense_mask(MaskSpec(mask_type.name == "CAUSAL", sliding_window_length), *s.shape[-2:])
+        p = jnp.where(seen, jnp.exp(s - lse.reshape(*s.shape[:-1], 1)), 0)
+        dp = jnp.einsum("BTKGE,BSKE->BKGTS", dy, v)
+        ds = p * (dp - jnp.moveaxis(jnp.sum(y * dy, -1), 1, -1)[..., None]) * scale
+        dq = jnp.einsum("BKGTS,BSKE->BTKGE", ds, k)
+        dk = jnp.einsum("BKGTS,BTKGE->BSKE", ds, q)
+        dv = jnp.einsum("BKGTS,BTKGE->BSKE", p, dy)
+        return dq.reshape(*dq.shape[:2], -1, dq.shape[-1]).astype(narrow), dk.astype(narrow), dv.astype(narrow)
+
+
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 5), (False, None)])
-def test_cudnn_asks_for_the_right_attention(causal, window, monkeypatch):
-    """No device runs cuDNN here, so jax's `xla` form of the same function answers its call: mask, scale, heads, projection."""
-    ask = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **k: ask(*a, **{**k, "implementation": "xla"}))
+@pytest.mark.parametrize("sinks", [False, True])
+def test_cudnn_is_given_the_right_numbers(sinks, causal, window, monkeypatch):
+    """No device runs cuDNN here, so its two calls are answered by what they should compute."""
+    fake = FakeCudnn()
+    monkeypatch.setattr(cudnn.stablehlo, "dot_product_attention", fake.forward)
+    monkeypatch.setattr(cudnn.stablehlo, "_dot_product_attention_bwd_p_wrapper", fake)
     x, narrow = rounded(arrays(E=8), jnp.bfloat16)
-    case = Variant(MaskSpec(causal, window), "clamp", alpha=x["alpha"], scale=0.5)
-    found = errors(run(narrow, "cudnn", case), expected(x, case))
-    assert max(found.values()) < 0.02, found
+    for rule, alpha in ((None, 1.0), ("clamp", 1.0), ("add", x["alpha"])):
+        case = Variant(MaskSpec(causal, window), rule, alpha=alpha, scale=0.5, sinks=x["sinks"] if sinks else None)
+        found = errors(run(narrow, "cudnn", case), expected(x, case))
+        assert max(found.values()) < 0.015, (rule, found)

@@ -208,7 +208,7 @@ def test_the_loss_in_bfloat16_is_near_that_in_float32():
 def test_an_implementation_that_cannot_is_refused_when_the_model_is_described():
     cudnn = {"attention.impl": "cudnn", "model.dtype": "bfloat16", "attention.head_dim": 8}
     build(tiny_config(cudnn))
-    for overrides, feature in (({"attention.sinks": True}, "sinks"), ({"data.documents": "isolate"}, "segment")):
+    for overrides, feature in (({"attention.logit_softcap": 5.0}, "softcap"), ({"data.documents": "isolate"}, "segment")):
         with pytest.raises(ConfigError, match=rf"attention\.impl='cudnn'.*{feature}"):
             build(tiny_config({**cudnn, **overrides}))
 
