@@ -70,8 +70,9 @@ class Backend(NamedTuple):
       dy is in the dtype of q and delta = rowsum(y * dy). kept_BKT (bool) marks the rows that keep their diagonal; None: all do.
       dv_BTKE (in the dtype of lse) is what dv starts from, with T = S; None: zero.
 
-    backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, z_BTHE, lse_BHT, c_BHT, dz_BTHE) -> dq, dk, dv, delta_BHT: both steps in one,
-      for own values that are v, with alpha 1, or without a projection. None for a call that it leaves to `_rows` and backward_main.
+    backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, z_BTHE, lse_BHT, c_BHT, dz_BTHE) -> dq, dk, dv, delta_BHT: both steps in
+      one, for own values that are v and alpha 1, or no projection. It returns None for calls that it leaves to `_rows` and
+      backward_main.
 
     splits_by_itself: XLA can split it over a mesh, as it can anything but a kernel.
 

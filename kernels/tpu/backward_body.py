@@ -37,8 +37,8 @@ class Inputs(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The lists that the grid's last axis walks: a pair of blocks, its block of rows, the one that is loaded, the one that is loaded
-    at its first visit only, and dq's output."""
+    """The lists that the grid's last axis walks: a pair of blocks, its block of rows, the one that is loaded, the one whose
+    rows are loaded at their first visit only, and dq's output."""
 
     i: Any
     j: Any
@@ -160,8 +160,8 @@ def _keys(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, row: Row, 
         p_dv = p = p if seen is None else jnp.where(seen, p, 0)
         # Tokens and themselves: without weight in dv and without dP. In dv -c in its place is the part -c dy of dv_self.
         if exact is not None:
-            p_dv = _fill_diagonal(p, 0, k_position, q_position, exact, -x.c[:, keys])
-            dp = _fill_diagonal(dp, 0, k_position, q_position, exact, jnp.zeros_like(x.c[:, keys]))
+            p_dv = _fill_diagonal(p, 0, k_position, q_position[:1], exact, -x.c[:, keys])
+            dp = _fill_diagonal(dp, 0, k_position, q_position[:1], exact, jnp.zeros_like(x.c[:, keys]))
         elif x.diagonal is not None:
             p_dv, dp = (_drop_diagonal(grid, keys.start, kq, k_position, x.diagonal[...]) for kq in (p, dp))
     total.dv[keys, :] += tile.dot(p_dv.astype(dy.dtype), dy, tile.NN)

@@ -36,7 +36,7 @@ class Blocks:
 
     @property
     def diagonal(self) -> int:
-        """Keys at a time where a block of queries meets its own keys: the fewer, the less is computed of the half that is hidden."""
+        """Keys at a time where a block of queries meets its own: the fewer, the less is computed of the half that is hidden."""
         return 256 if self.compute % 256 == 0 else self.compute
 
     def fit(self, T: int, S: int) -> "Blocks":
