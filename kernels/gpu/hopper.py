@@ -101,7 +101,7 @@ def _kernel(plan: Plan, inputs, outputs, q_smem, k_smem, v_smem, row_smem, q_rea
 
     @pl.when(wg < COMPUTE)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(tile.COMPUTE_REGISTERS, action="increase")
         first = block * plan.block_t + wg * ROWS
         rows = (batch, pl.ds(first, ROWS))
         buffer = q_smem.at[wg]
@@ -118,7 +118,7 @@ def _kernel(plan: Plan, inputs, outputs, q_smem, k_smem, v_smem, row_smem, q_rea
 
     @pl.when(wg == COMPUTE)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(tile.FEED_REGISTERS, action="decrease")
 
         def fetch(n, slot):
             at = (batch, pl.ds(tile.nth_block(spans, n, num_clean) * KEYS, KEYS), kv_head)

@@ -2,7 +2,7 @@
 
 Both find the weights again from q, k and the log-sum-exp. In the second a program owns its keys and goes through all query heads
 that read them: grouped heads are added up in registers, in a fixed order, and no sum is left to another pass. At E = 128 its two
-accumulators leave so few registers that the masked loop spills some.
+accumulators take more than half of the registers, and several lines below are as they are so that nothing is spilled.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.gpu import hopper_tile as tile
 from kernels.gpu.hopper_tile import COMPUTE, LOG2E, ROWS, along_columns, along_rows
-from kernels.gpu.spans import Plan, key_spans, query_spans
+from kernels.gpu.spans import Plan, Spans, key_spans, query_spans
 
 KEYS = 64  # of a key block in the kernel for dq
 
@@ -66,7 +66,7 @@ def _dq_kernel(plan: Plan, inputs, kept_ref, dq_ref, q_smem, dy_smem, k_smem, v_
 
     @pl.when(wg < COMPUTE)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(tile.COMPUTE_REGISTERS, action="increase")
         first = block * plan.block_t + wg * ROWS
         rows = pl.ds(first, ROWS)
         q, dy = q_smem.at[wg], dy_smem.at[wg]
@@ -107,7 +107,7 @@ def _dq_kernel(plan: Plan, inputs, kept_ref, dq_ref, q_smem, dy_smem, k_smem, v_
 
     @pl.when(wg == COMPUTE)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(tile.FEED_REGISTERS, action="decrease")
 
         def fetch(n, slot):
             at = (batch, pl.ds(tile.nth_block(spans, n, num_clean) * KEYS, KEYS), kv_head)
@@ -146,77 +146,93 @@ def _launch_dkv(call, rows, kept, start, interpret):
 
 def _dkv_kernel(plan: Plan, inputs, kept_ref, start_ref, outputs, own_smem, query_smem, own_ready, ready, consumed):
     q_ref, k_ref, v_ref, dy_ref, lse_ref, delta_ref = inputs
-    q_smem, dy_smem, lse_smem, delta_smem = query_smem
     wg, kv_head, block, batch = (lax.axis_index(name) for name in ("wg", "head", "block", "batch"))
     group = jnp.int32(q_ref.shape[2] // k_ref.shape[2])
-    spans = query_spans(plan, block, None)
-    # For every query head of the group first the blocks that need no mask.
-    num_clean = spans.number(clean=True)
-    per_head = spans.stop - spans.start
-    stages = q_smem.shape[0]
 
+    # Each role finds the spans for itself: numbers alive where the roles part are spilled.
     @pl.when(wg < COMPUTE)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(tile.COMPUTE_REGISTERS, action="increase")
         first = block * plan.block_s + wg * ROWS
         keys = pl.ds(first, ROWS)
-        k, v = own_smem[0].at[wg], own_smem[1].at[wg]
-        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k, own_ready.at[wg])
-        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v, own_ready.at[wg])
+        own = [smem.at[wg] for smem in own_smem]
+        for source, target in zip((k_ref, v_ref), own, strict=True):
+            plgpu.copy_gmem_to_smem(source.at[batch, keys, kv_head], target, own_ready.at[wg])
         kept = None if kept_ref is None else tile.load(kept_ref.at[batch, kv_head, keys], tile.row_layout())
         dk = tile.zeros(ROWS, plan.E)
         dv = dk if start_ref is None else tile.load(start_ref.at[batch, keys, kv_head], plgpu.Layout.WGMMA)
         plgpu.barrier_wait(own_ready.at[wg])
-
-        def step(head, n, carry, masked):
-            dk, dv = carry
-            slot = lax.rem(head * per_head + n, jnp.int32(stages))
-            q, dy = q_smem.at[slot], dy_smem.at[slot]
-            plgpu.barrier_wait(ready.at[slot])
-            s, dp = tile.products((k, q), (v, dy))
-            lse = tile.load(lse_smem.at[slot], plgpu.Layout.WGMMA.reduce(0)) * LOG2E
-            s, factor = tile.scores(plan, s)
-            p = summed = jnp.exp2(s * factor - along_columns(lse, s.shape))
-            if masked:
-                key, query = tile.positions(first, tile.nth_block(spans, n, num_clean) * plan.block_t + plan.offset, s.shape)
-                p = summed = jnp.where(tile.seen(plan, query, key), p, 0.0)
-                if kept is not None:
-                    dp = jnp.where(query == key, dp * along_rows(kept, s.shape), dp)
-                    summed = jnp.where(query == key, p * along_rows(kept, s.shape), p)
-            # In this order the fewest numbers are alive at once; two accumulators leave room for no more.
-            p, dp, summed = lax.optimization_barrier((p, dp, summed.astype(q_smem.dtype)))
-            delta = tile.load(delta_smem.at[slot], plgpu.Layout.WGMMA.reduce(0))
-            plgpu.commit_smem()  # lse and delta are read, and the next copy may take their place
-            ds = p * (dp - along_columns(delta, s.shape))
-            if plan.call.softcap is not None:
-                ds *= 1.0 - s * s
-            dv, dk = tile.add_products((dv, summed, dy), (dk, ds.astype(q_smem.dtype), q))
-            plgpu.barrier_arrive(consumed.at[slot])
-            return dk, dv
-
-        def of_head(head, carry):
-            carry = lax.fori_loop(0, num_clean, functools.partial(step, head, masked=False), carry)
-            return lax.fori_loop(num_clean, per_head, functools.partial(step, head, masked=True), carry)
-
-        dk, dv = lax.fori_loop(0, group, of_head, (dk, dv))
+        step = functools.partial(_dkv_step, plan, block, kept, own_smem, query_smem, ready, consumed)
+        dk, dv = _dkv_sweep(query_spans(plan, block, None), group, step, (dk, dv))
         plgpu.commit_smem()
-        k[...] = (dk * plan.call.scale).astype(k.dtype)
-        v[...] = dv.astype(v.dtype)
-        plgpu.commit_smem()
-        for source, target in zip((k, v), outputs, strict=True):
-            plgpu.copy_smem_to_gmem(source, target.at[batch, keys, kv_head])
+        for value, buffer, target in zip((dk * plan.call.scale, dv), own, outputs, strict=True):
+            buffer[...] = value.astype(buffer.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, target.at[batch, keys, kv_head])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(wg == COMPUTE)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(tile.FEED_REGISTERS, action="decrease")
+        spans = query_spans(plan, block, None)
+        num_clean, num_masked = spans.number(clean=True), spans.number(clean=False)
 
         def fetch(n, slot):
-            head = kv_head * group + lax.div(n, per_head)
-            rows = pl.ds(tile.nth_block(spans, lax.rem(n, per_head), num_clean) * plan.block_t, plan.block_t)
-            for source, target in ((q_ref, q_smem), (dy_ref, dy_smem)):
+            clean = n < group * num_clean
+            number = jnp.where(clean, num_clean, num_masked)
+            n = jnp.where(clean, n, n - group * num_clean)
+            head, n = kv_head * group + lax.div(n, number), lax.rem(n, number)
+            first = jnp.where(clean, spans.block(n, clean=True), spans.block(n, clean=False)) * plan.block_t
+            rows = pl.ds(first, plan.block_t)
+            for source, target in zip((q_ref, dy_ref), query_smem[:2], strict=True):
                 plgpu.copy_gmem_to_smem(source.at[batch, rows, head], target.at[slot], ready.at[slot])
-            for source, target in ((lse_ref, lse_smem), (delta_ref, delta_smem)):
+            for source, target in zip((lse_ref, delta_ref), query_smem[2:], strict=True):
                 plgpu.copy_gmem_to_smem(source.at[batch, head, rows], target.at[slot], ready.at[slot])
 
-        tile.feed(group * per_head, stages, (consumed,), fetch)
+        tile.feed(group * (num_clean + num_masked), query_smem[0].shape[0], (consumed,), fetch)
+
+
+def _dkv_sweep(spans: Spans, group, step, carry):
+    """First the blocks that need no mask, of every query head of the group, then those that do.
+
+    In loops of their own, so that no number which only a mask needs is alive where most of the time goes.
+    """
+    num_clean, num_masked = spans.number(clean=True), spans.number(clean=False)
+
+    def masked_of_head(head, carry):
+        start = group * num_clean + head * num_masked
+        return lax.fori_loop(0, num_masked, lambda n, carry: step(start + n, carry, spans.block(n, clean=False)), carry)
+
+    carry = lax.fori_loop(0, group * num_clean, step, carry)
+    return lax.fori_loop(0, group, masked_of_head, carry)
+
+
+def _dkv_step(plan: Plan, block, kept, own_smem, query_smem, ready, consumed, n, carry, masked_block=None):
+    """Adds what the n-th block of queries gives to (dk, dv). `masked_block` is its number where it needs the mask."""
+    # The compiler takes this copy for another number in every step. Else it makes all addresses of k and v before the loop, and has
+    # no registers to keep them in.
+    wg = lax.optimization_barrier(lax.axis_index("wg"))
+    dk, dv = carry
+    slot = lax.rem(n, jnp.int32(ready.shape[0]))
+    q, dy, lse, delta = (smem.at[slot] for smem in query_smem)
+    plgpu.barrier_wait(ready.at[slot])
+    s, dp = tile.products((own_smem[0].at[wg], q), (own_smem[1].at[wg], dy))
+    lse = tile.load(lse, plgpu.Layout.WGMMA.reduce(0)) * LOG2E
+    s, factor = tile.scores(plan, s)
+    p = jnp.exp2(s * factor - along_columns(lse, s.shape))
+    slope = p if plan.call.softcap is None else p * (1.0 - s * s)
+    if masked_block is not None:
+        key, query = tile.positions(block * plan.block_s + wg * ROWS, masked_block * plan.block_t + plan.offset, s.shape)
+        shown = tile.seen(plan, query, key)
+        p, slope = jnp.where(shown, p, 0.0), jnp.where(shown, slope, 0.0)
+        if kept is not None:
+            left_out = (query == key) & (along_rows(kept, s.shape) == 0)
+            p, dp = jnp.where(left_out, 0.0, p), jnp.where(left_out, 0.0, dp)
+    # In this order the fewest numbers are alive at once.
+    p, dp, slope = lax.optimization_barrier((p.astype(q.dtype), dp, slope))
+    delta = tile.load(delta, plgpu.Layout.WGMMA.reduce(0))
+    plgpu.commit_smem()  # lse and delta are read, and the next copy may take their place
+    ds = slope * (dp - along_columns(delta, s.shape))
+    dv, dk = tile.add_products((dv, p, dy), (dk, ds.astype(q.dtype), q))
+    plgpu.barrier_arrive(consumed.at[slot])
+    return dk, dv

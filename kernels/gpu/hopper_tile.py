@@ -13,6 +13,8 @@ from kernels.gpu.spans import Plan, Spans
 
 COMPUTE = 2  # warpgroups that compute; one more feeds them
 ROWS = 64  # of a tile, all that one instruction of the tensor cores takes
+# A kernel starts with 168 registers a thread, and three warpgroups can only share these.
+COMPUTE_REGISTERS, FEED_REGISTERS = 240, 24
 HEAD_DIMS = (64, 80, 96, 128)
 LOG2E = math.log2(math.e)
 # jax 0.10 asks for an index that later releases refuse.

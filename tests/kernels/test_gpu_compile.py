@@ -54,7 +54,4 @@ def test_hopper():
     assert found.keys() == gpu_aot.HOPPER.keys()
     for case, kernels in found.items():
         assert kernels.keys() == {forward_of(case), "attention_dq", "attention_dkv"}, case
-        for name, kernel in kernels.items():
-            # Two accumulators of 64 x 128 leave too few registers for a mask: its loop, two blocks of a sweep, spills some.
-            bound = 0 if name != "attention_dkv" else 400 if case.endswith("128") else 16
-            assert kernel["spilled"] <= bound, (case, kernels)
+        assert all(kernel["spilled"] == 0 for kernel in kernels.values()), (case, kernels)
