@@ -71,7 +71,7 @@ def backward_main(
     return _in_chunks(blocks, interpret, call, k_BSKE, v_BSKE, segment_ids, rows, dv_BTKE)[:3]
 
 
-def _in_chunks(blocks: Blocks, interpret, call: Call, k_BSKE, v_BSKE, segment_ids, rows: dict[str, jax.Array | None], dv_BTKE):
+def _in_chunks(blocks: Blocks, interpret, call: Call, k_BSKE, v_BSKE, segment_ids, rows: dict[str, Any], dv_BTKE):
     """dq, dk, dv and delta, from as many query rows at a time as fit into VMEM."""
     (_, T, H, E), (_, S, K, _) = rows["q"].shape, k_BSKE.shape
     fits = ROW_BYTES // (H // K * blocks.q * max(E, LANES) * (4 + rows["q"].dtype.itemsize))
@@ -83,8 +83,8 @@ def _in_chunks(blocks: Blocks, interpret, call: Call, k_BSKE, v_BSKE, segment_id
         chunk = {name: x[:, t] if x.ndim == 4 else x[:, :, t] for name, x in rows.items() if x is not None}
         parts.append(_chunk(grid, interpret, k_BSKE, v_BSKE, segment_ids, chunk, None if first else dv_BTKE, size < T))
     dq, dk, dv, delta = zip(*parts, strict=True)
-    dk, dv = _sum(dk).astype(k_BSKE.dtype), _sum(dv).astype(v_BSKE.dtype)
-    return jnp.concatenate(dq, axis=1), dk, dv, jnp.concatenate(delta, axis=2)
+    dk_BSKE, dv_BSKE = _sum(dk).astype(k_BSKE.dtype), _sum(dv).astype(v_BSKE.dtype)
+    return jnp.concatenate(dq, axis=1), dk_BSKE, dv_BSKE, jnp.concatenate(delta, axis=2)
 
 
 def _sum(parts: Sequence[jax.Array]) -> jax.Array:
