@@ -5,10 +5,9 @@
 
 One bundle is one issued instruction word, so the weighted sum is the cycles of a kernel that never waits for memory. It is
 deterministic for one libtpu, and knows nothing of copies that are not hidden. Compared at the same block sizes: the fused kernels
-with the projection (`xsa`), the same kernels without it (`plain`), and jax's own splash
-attention (`splash`; its backward pass is two kernels), for one head of T = 4096 tokens, E = 128, causal, bfloat16. Beside them, in
-the compiler's own estimate of cycles, what XLA adds `around` the kernels: rowsum(z * dz) for splash, and the projection as a separate
-epilogue (`composed`).
+with the projection (`xsa`), the same kernels without it (`plain`), and jax's own splash attention (`splash`; its backward pass is
+two kernels), for one head of T = 4096 tokens, E = 128, causal, bfloat16. Beside them, in the compiler's estimate of cycles, what
+XLA adds `around` the kernels: rowsum(z * dz) for splash, and the projection as a separate epilogue (`composed`).
 
 Needs `pip install "jax[tpu]"`. Takes a few minutes for each chip.
 """
