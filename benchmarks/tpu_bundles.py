@@ -5,10 +5,9 @@
 
 One bundle is one issued instruction word, so the weighted sum is the cycles of a kernel that never waits for memory. It is
 deterministic for one libtpu, and knows nothing of copies that are not hidden. Compared at the same block sizes: the fused kernels
-with the projection (`xsa`; backward also the kernel that makes dy), the same kernels without it (`plain`), and jax's own splash
-attention (`splash`; its backward pass is two kernels), for one head of T = 4096 tokens, E = 128, causal, bfloat16. Beside them, in
-the compiler's own estimate of cycles, what XLA adds `around` the kernels: rowsum(z * dz) of the plain forms, and the projection as
-a separate epilogue (`composed`).
+with the projection (`xsa`), the same kernels without it (`plain`), and jax's own splash attention (`splash`; its backward pass is
+two kernels), for one head of T = 4096 tokens, E = 128, causal, bfloat16. Beside them, in the compiler's estimate of cycles, what
+XLA adds `around` the kernels: rowsum(z * dz) for splash, and the projection as a separate epilogue (`composed`).
 
 Needs `pip install "jax[tpu]"`. Takes a few minutes for each chip.
 """
@@ -33,14 +32,13 @@ CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x
 T, E, BLOCK, COMPUTE = 4096, 128, 1024, 512
 # The regions of a kernel, in program order, that run under a condition; everything else of the loop runs at every step.
 FORWARD = ("first", "whole", "masked", "last")
-BACKWARD = ("first", "new", "whole", "masked", "done", "last")
+BACKWARD = ("first", "whole", "masked", "done", "last")
 SPLASH = ("first", "run", "last")
-ROWS: tuple[str, ...] = ()
 KERNELS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("xsa", "forward"): {"xsa_forward": FORWARD},
     ("plain", "forward"): {"attention_forward": FORWARD},
     ("splash", "forward"): {"splash_mha_fwd": SPLASH},
-    ("xsa", "backward"): {"xsa_backward": BACKWARD, "xsa_rows": ROWS},
+    ("xsa", "backward"): {"xsa_backward": BACKWARD},
     ("plain", "backward"): {"attention_backward": BACKWARD},
     ("splash", "backward"): {"splash_mha_dq": SPLASH, "splash_mha_dkv": SPLASH},
 }
@@ -52,11 +50,9 @@ def trips(regions: tuple[str, ...]) -> dict[str, int]:
     """How often each region runs for one head; `step` is every grid step. Splash's grid is the whole rectangle of blocks."""
     n = T // BLOCK
     pairs = n * (n + 1) // 2
-    if regions is ROWS:
-        return {"step": n}
     if regions is SPLASH:
         return {"step": n * n, "first": n, "run": pairs, "last": n}
-    return {"step": pairs, "first": n, "last": n, "new": n, "done": n, "whole": pairs - n, "masked": n}
+    return {"step": pairs, "first": n, "last": n, "done": n, "whole": pairs - n, "masked": n}
 
 
 def regions_of(listing: str) -> list[tuple[int, int, int]]:
@@ -195,14 +191,12 @@ def table(chips: dict) -> str:
     """Markdown: ratios of the kernels' weighted bundles, and in parentheses with what XLA adds around them."""
     pairs = [(direction, other) for direction in ("forward", "backward") for other in ("plain", "splash")]
     lines = [
-        "| chip | " + " | ".join(f"{direction}, XSA / {other}" for direction, other in pairs) + " | row pass / plain backward |",
-        "|---|" + "---|" * (len(pairs) + 1),
+        "| chip | " + " | ".join(f"{direction}, XSA / {other}" for direction, other in pairs) + " |",
+        "|---|" + "---|" * len(pairs),
     ]
     for chip, rows in chips.items():
         ratios = [[rows[d][cost]["xsa"] / rows[d][cost][other] for cost in ("kernels", "everything")] for d, other in pairs]
         cells = [f"{kernels:.3f} ({everything:.3f})" for kernels, everything in ratios]
-        backward = rows["backward"]
-        cells.append(f"{backward['xsa']['xsa_rows']['weighted'] / backward['kernels']['plain']:.3f}")
         lines.append(f"| {chip} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

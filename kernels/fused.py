@@ -70,8 +70,9 @@ class Backend(NamedTuple):
       dy is in the dtype of q and delta = rowsum(y * dy). kept_BKT (bool) marks the rows that keep their diagonal; None: all do.
       dv_BTKE (in the dtype of lse) is what dv starts from, with T = S; None: zero.
 
-    rows(call, z_BTHE, c_BHT, own_BTKE, dz_BTHE) -> dy_BTHE, delta_BHT, dv_self_BTKE, kept_BKT: the row-local step where alpha is 1,
-      for a backend that has one better than `_rows`, which see.
+    backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, z_BTHE, lse_BHT, c_BHT, dz_BTHE) -> dq, dk, dv, delta_BHT: both steps in
+      one, for own values that are v and alpha 1, or no projection. It returns None for calls that it leaves to `_rows` and
+      backward_main.
 
     splits_by_itself: XLA can split it over a mesh, as it can anything but a kernel.
 
@@ -82,7 +83,7 @@ class Backend(NamedTuple):
 
     forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     backward_main: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    rows: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]] | None = None
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None] | None = None
     splits_by_itself: bool = False
     keeps_diagonal: bool = False
     needs_y: bool = False
@@ -144,16 +145,19 @@ def _forward(backend, call, q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, si
 
 def _backward(backend, call, residuals, dz_BTHE):
     q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, sinks_H, alpha_H, z_BTHE, lse_BHT, c_BHT = residuals
+    if backend.backward is not None and v_self_BTKE is None and alpha_H is None:
+        dz_BTHE = dz_BTHE.astype(q_BTHE.dtype)
+        gradients = backend.backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, z_BTHE, lse_BHT, c_BHT, dz_BTHE)
+        if gradients is not None:
+            dq, dk, dv, delta_BHT = gradients
+            return dq, dk, dv, None, None, _dsinks(sinks_H, lse_BHT, delta_BHT), None
     dv_self_BTKE = dalpha_H = kept_BKT = None
     if call.zero_rule is None:
         dy_BTHE = dz_BTHE.astype(q_BTHE.dtype)
         delta_BHT = jnp.einsum("BTHE,BTHE->BHT", z_BTHE, dy_BTHE, preferred_element_type=_wide(z_BTHE))
     else:
         own_BTKE = v_BSKE if v_self_BTKE is None else v_self_BTKE
-        if backend.rows is None or alpha_H is not None:
-            dy_BTHE, delta_BHT, dv_self_BTKE, dalpha_H, kept_BKT = _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE)
-        else:
-            dy_BTHE, delta_BHT, dv_self_BTKE, kept_BKT = backend.rows(call, z_BTHE, c_BHT, own_BTKE, dz_BTHE)
+        dy_BTHE, delta_BHT, dv_self_BTKE, dalpha_H, kept_BKT = _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE)
         dv_self_BTKE = dv_self_BTKE if v_self_BTKE is None else dv_self_BTKE.astype(v_self_BTKE.dtype)
     start_BTKE = dv_self_BTKE if v_self_BTKE is None else None
     main = backend.backward_main
@@ -161,16 +165,19 @@ def _backward(backend, call, residuals, dz_BTHE):
         y_BTHE = z_BTHE if call.zero_rule is None else _output(z_BTHE, c_BHT, own_BTKE, alpha_H).reshape(z_BTHE.shape)
         main = functools.partial(main, y_BTHE.astype(z_BTHE.dtype))
     dq, dk, dv = main(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, start_BTKE)
-    dsinks_H = None
-    if sinks_H is not None:
-        p_sink_BHT = jnp.exp(sinks_H.astype(lse_BHT.dtype)[:, None] - lse_BHT)
-        dsinks_H = -jnp.sum(p_sink_BHT * delta_BHT, axis=(0, 2)).astype(sinks_H.dtype)
     if v_self_BTKE is None:
         dv_self_BTKE = None  # it is in dv
-    return dq, dk, dv, dv_self_BTKE, None, dsinks_H, dalpha_H
+    return dq, dk, dv, dv_self_BTKE, None, _dsinks(sinks_H, lse_BHT, delta_BHT), dalpha_H
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _dsinks(sinks_H, lse_BHT, delta_BHT):
+    if sinks_H is None:
+        return None
+    p_sink_BHT = jnp.exp(sinks_H.astype(lse_BHT.dtype)[:, None] - lse_BHT)
+    return -jnp.sum(p_sink_BHT * delta_BHT, axis=(0, 2)).astype(sinks_H.dtype)
 
 
 def _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE):

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from kernels import fused
-from kernels.tpu import backward, forward, rows
+from kernels.tpu import backward, forward
 from kernels.tpu.schedule import Blocks
 
 __all__ = ["Blocks", "attention", "backend"]
@@ -21,8 +21,8 @@ def backend(forward_blocks: Blocks | None = None, backward_blocks: Blocks | None
     """
     return fused.Backend(
         functools.partial(forward.forward, forward_blocks, interpret),
+        functools.partial(backward.backward_main, backward_blocks, interpret),
         functools.partial(backward.backward, backward_blocks, interpret),
-        functools.partial(rows.rows, interpret),
     )
 
 

@@ -77,7 +77,7 @@ def forward(
         num_stats = 2
     if call.drop_diagonal:
         scratch = scratch._replace(inverse=pltpu.VMEM((bq, LANES), jnp.float32))
-    if own_BTKE is not None and not (own_BTKE is v_BSKE and call.causal and grid.aligned):
+    if own_BTKE is not None and not (own_BTKE is v_BSKE and grid.triangular):
         arrays = arrays._replace(own=schedule.rows_first(own_BTKE, grid.padded_T))
         specs = specs._replace(own=pl.BlockSpec((None, None, bq, E), lambda b, h, n, i, *_: (b, h // G, i[n], 0)))
     if segment_ids is not None:

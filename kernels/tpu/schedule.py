@@ -15,8 +15,9 @@ from kernels.fused import Call
 
 LANES = 128
 # Bits of a step's flags. FIRST and LAST of the steps on the outer loop's block, NEW and DONE of those on the inner loop's;
-# whether the pair of blocks has weights at all, and whether some of them are hidden or on the diagonal.
-FIRST, LAST, COMPUTE, MASKED, NEW, DONE = 1, 2, 4, 8, 16, 32
+# whether the pair of blocks has weights at all, whether some of them are hidden or on the diagonal, and whether both are the same
+# tokens.
+FIRST, LAST, COMPUTE, MASKED, NEW, DONE, DIAGONAL = 1, 2, 4, 8, 16, 32, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Blocks:
     q: int
     kv: int
     compute: int
+
+    @property
+    def diagonal(self) -> int:
+        """Keys at a time where a block of queries meets its own: the fewer, the less is computed of the half that is hidden."""
+        return 256 if self.compute % 256 == 0 else self.compute
 
     def fit(self, T: int, S: int) -> "Blocks":
         """The same sizes, no larger than T queries and S keys need."""
@@ -64,8 +70,17 @@ class Grid:
 
     @property
     def aligned(self) -> bool:
-        """Whether a block of queries and the block of keys of the same number are the same tokens."""
-        return self.offset == 0 and self.blocks.q == self.blocks.kv
+        """Whether the queries of a block are also the keys of one block."""
+        return self.blocks.q == self.blocks.kv and self.offset % self.blocks.kv == 0
+
+    @property
+    def triangular(self) -> bool:
+        """Whether, besides, those are the last keys that the block sees."""
+        return self.aligned and self.call.causal
+
+    def on_diagonal(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        """Whether query block i and key block j are the same tokens, and the mask is causal."""
+        return self.triangular & (i * self.blocks.q + self.offset == j * self.blocks.kv)
 
     @property
     def padding_from(self) -> int | None:

@@ -6,6 +6,7 @@ from jax import lax
 
 from kernels.fused import Call
 
+LANES = 128
 LOG2E = 1.4426950408889634
 NT = (((1,), (1,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
@@ -59,3 +60,24 @@ def lanes(x_128: jax.Array, width: int) -> jax.Array:
     if width <= x_128.shape[1]:
         return x_128[:, :width]
     return jnp.tile(x_128, (1, -(-width // x_128.shape[1])))[:, :width]
+
+
+def row(x_column: jax.Array) -> jax.Array:
+    """[n, 1] -> [1, n]."""
+    n = min(len(x_column), LANES)
+    rows = (jnp.sum(_diagonal(x_column[first : first + n]), axis=0, keepdims=True) for first in range(0, len(x_column), n))
+    return jnp.concatenate(list(rows), axis=1)
+
+
+def column(x_row: jax.Array) -> jax.Array:
+    """[1, n] -> [n, 1]."""
+    n = min(x_row.shape[1], LANES)
+    columns = (jnp.sum(_diagonal(x_row[:, first : first + n]), axis=1, keepdims=True) for first in range(0, x_row.shape[1], n))
+    return jnp.concatenate(list(columns), axis=0)
+
+
+def _diagonal(x: jax.Array) -> jax.Array:
+    """A row or a column as a diagonal matrix."""
+    n = x.size
+    here = lax.broadcasted_iota(jnp.int32, (n, n), 0) == lax.broadcasted_iota(jnp.int32, (n, n), 1)
+    return jnp.where(here, x, 0)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
 from kernels import MaskSpec, tpu
-from kernels.tpu import backward, rows, tile
+from kernels.tpu import backward, backward_body, tile
 from tests.kernels import cases
 from tests.kernels.cases import Variant, assert_close, expected, rounded
 from tests.kernels.test_fused import XSA, run
@@ -74,7 +74,7 @@ def test_block_sizes_do_not_matter(blocks):
 
 
 def test_dq_that_does_not_fit_is_made_in_chunks(monkeypatch):
-    monkeypatch.setattr(backward, "DQ_BYTES", 2 * 128 * 128 * 4)  # one block of the two query heads
+    monkeypatch.setattr(backward, "ROW_BYTES", 2 * 128 * 128 * 8)  # one block of the two query heads
     x = arrays(B=1)
     assert_close(run(INTERPRETED, x, XSA), expected(x, XSA), 5e-6)
 
@@ -109,19 +109,29 @@ def test_half_percent_in_every_regime(common):
     assert (found <= 0.005).all(), found
 
 
-def _literal_delta(interpret, call, z, c, own, dz, rows=rows.rows):
-    dy, _, *rest = rows(interpret, call, z, c, own, dz)
-    return dy, jnp.einsum("BTHE,BTHE->BHT", z, dz, preferred_element_type=jnp.float32), *rest
+def _with(fault):
+    """`backward_body._open` followed by a fault in what it leaves behind."""
+
+    def faulty(call, own, x, row, total, *, honest=backward_body._open):
+        before = total.dv[own, :]
+        exact = honest(call, own, x, row, total)
+        fault(own, x, row, total, before)
+        return exact
+
+    return faulty
 
 
-def _no_dv_self(*args, rows=rows.rows):
-    dy, delta, dv_self, kept = rows(*args)
-    return dy, delta, 0 * dv_self, kept
+def _literal_delta(own, x, row, total, before):
+    z, dz = (ref[own, :].astype(jnp.float32) for ref in (x.z, x.dz))
+    row.delta[:, own] = tile.row(jnp.sum(z * dz, axis=1, keepdims=True))
 
 
-def _next_heads_dv_self(*args, rows=rows.rows):
-    dy, delta, dv_self, kept = rows(*args)
-    return dy, delta, jnp.roll(dv_self, 1, axis=2), kept
+def _no_dv_self(own, x, row, total, before):
+    total.dv[own, :] = before
+
+
+def _next_rows_dv_self(own, x, row, total, before):
+    total.dv[own, :] = before + jnp.roll(total.dv[own, :] - before, 1, axis=0)
 
 
 def _next_diagonal(k_position, diagonal):
@@ -139,9 +149,9 @@ def without_fault():
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
     [
-        (rows, "rows", _literal_delta),
-        (rows, "rows", _no_dv_self),
-        (rows, "rows", _next_heads_dv_self),
+        (backward_body, "_open", _with(_literal_delta)),
+        (backward_body, "_open", _with(_no_dv_self)),
+        (backward_body, "_open", _with(_next_rows_dv_self)),
         (tile, "on_diagonal", _next_diagonal),
     ],
 )
