@@ -31,8 +31,8 @@ sys.path.insert(0, str(REPO))
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 T, E, BLOCK, COMPUTE = 4096, 128, 1024, 512
 # The regions of a kernel, in program order, that run under a condition; everything else of the loop runs at every step.
-FORWARD = ("first", "whole", "masked", "last")
-BACKWARD = ("first", "whole", "masked", "done", "last")
+FORWARD = ("first", "whole", "diagonal")
+BACKWARD = ("first", "whole", "diagonal", "done", "last")
 SPLASH = ("first", "run", "last")
 KERNELS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("xsa", "forward"): {"xsa_forward": FORWARD},
@@ -52,7 +52,7 @@ def trips(regions: tuple[str, ...]) -> dict[str, int]:
     pairs = n * (n + 1) // 2
     if regions is SPLASH:
         return {"step": n * n, "first": n, "run": pairs, "last": n}
-    return {"step": pairs, "first": n, "last": n, "done": n, "whole": pairs - n, "masked": n}
+    return {"step": pairs, "first": n, "last": n, "done": n, "whole": pairs - n, "diagonal": n}
 
 
 def regions_of(listing: str) -> list[tuple[int, int, int]]:
@@ -87,8 +87,10 @@ def weigh(listing: str, regions: tuple[str, ...]) -> dict[str, int]:
     if len(outer) < len(regions):
         raise SystemExit(f"expected the regions {regions}, found (address, bundles) {outer}")
     # Whatever large region comes before them belongs to the pipeline.
-    sizes = {name: n for name, (_, n) in zip(regions, outer[len(outer) - len(regions) :], strict=True)}
-    sizes["step"] = size - sum(sizes.values())
+    outer = outer[len(outer) - len(regions) :]
+    # What is under one more condition inside, behind a region's own code, is for values shorter than eps and never runs.
+    sizes = {name: n - sum(m for a, m in inside((start, n)) if a > start) for name, (start, n) in zip(regions, outer, strict=True)}
+    sizes["step"] = size - sum(n for _, n in outer)
     often = trips(regions)
     return sizes | {"weighted": sum(n * often[name] for name, n in sizes.items())}
 

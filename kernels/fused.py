@@ -48,14 +48,14 @@ class Call:
         """The mask without segments."""
         return MaskSpec(self.causal, self.window)
 
-    def inverse(self, n2: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
+    def inverse(self, n2: jax.Array, reciprocal: Callable = jnp.reciprocal) -> tuple[jax.Array, jax.Array | bool]:
         """1 / n2 by the zero rule, from |v|^2 in float32; and where that is the true 1 / |v|^2, so that z . v = 0."""
         if self.zero_rule == "add":
-            return 1 / (n2 + self.eps), False
+            return reciprocal(n2 + self.eps), False
         if self.zero_rule == "clamp":
-            return 1 / jnp.maximum(n2, self.eps), n2 >= self.eps
+            return reciprocal(jnp.maximum(n2, self.eps)), n2 >= self.eps
         live = n2 >= jnp.finfo(jnp.float32).tiny
-        return jnp.where(live, 1 / jnp.where(live, n2, 1), 0), live
+        return jnp.where(live, reciprocal(jnp.where(live, n2, 1)), 0), live
 
 
 class Backend(NamedTuple):

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.fused import Call
 from kernels.tpu import backward_body as body
 from kernels.tpu import schedule
-from kernels.tpu.backward_body import KIND, Inputs, Scratch, Steps
+from kernels.tpu.backward_body import Inputs, Scratch, Steps
 from kernels.tpu.schedule import COMPUTE, DIAGONAL, DONE, LANES, MASKED, NEW, Blocks, Grid
 
 # What a row keeps in VMEM from its first visit to its last: dq in float32 and, with the projection, dy.
@@ -223,5 +223,5 @@ def _steps(grid: Grid, G: int, segment_ids: jax.Array | None) -> tuple[Steps, fr
 
     # The block of dq in VMEM is the one finished last, or first of all: every block is written out once, when the next is finished.
     flags_, loaded = schedule.with_segments(segment_ids, grid, i, j, flags, row)
-    kinds = frozenset(int(kind) for kind in np.unique((flags if segment_ids is None else flags | MASKED) & KIND))
+    kinds = schedule.kinds(flags, segment_ids)
     return Steps(i, j, flags_, row, loaded, latest(NEW), latest(DONE)), kinds

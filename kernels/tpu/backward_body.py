@@ -2,17 +2,15 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels.fused import Call
 from kernels.tpu import tile
-from kernels.tpu.schedule import COMPUTE, DIAGONAL, DONE, FIRST, LANES, LAST, MASKED, NEW, Grid
+from kernels.tpu.schedule import COMPUTE, DONE, FIRST, KIND, LANES, LAST, MASKED, NEW, Grid
 from kernels.tpu.tile import LOG2E
-
-# The bits of a step that say which code runs at it.
-KIND = COMPUTE | MASKED | DIAGONAL
 
 
 class Inputs(NamedTuple):
@@ -110,17 +108,23 @@ def _block(grid: Grid, starts, x: Inputs, row: Row, total: Scratch):
 def _diagonal_block(grid: Grid, starts, x: Inputs, row: Row, total: Scratch):
     """The queries of a block on their own keys, the last ones first: no query before these keys sees them."""
     size = grid.blocks.diagonal
+    kept = False
     for first in reversed(range(0, grid.blocks.kv, size)):
         own = slice(first, first + size)
-        exact = _open(grid.call, own, x, row, total)
-        _keys(grid, starts, own, slice(first, grid.blocks.q), x, row, total, exact)
+        diagonal = _open(grid.call, own, x, row, total)
+        _keys(grid, starts, own, slice(first, grid.blocks.q), x, row, total, diagonal)
+        if diagonal is not None:
+            kept |= jnp.min(diagonal.astype(jnp.float32)) < 0
+    if x.c is not None:
+        pl.when(kept)(lambda: _keep(grid.call, x, total))
 
 
-def _open(call: Call, own: slice, x: Inputs, row: Row, total: Scratch):
-    """Rows at their first visit: leaves in VMEM what the next ones need. Returns which leave out the diagonal, or None: x says it.
+def _open(call: Call, own: slice, x: Inputs, row: Row, total: Scratch) -> jax.Array | None:
+    """Rows at their first visit: leaves in VMEM what the next ones need. With a projection returns, as [1, rows], which key of the
+    128 that a row is among it is itself, or -1 where it keeps its diagonal; without one None.
 
     The formulas are those of `fused._rows`, at alpha = 1. Of dv_self = -(c dy + b r z) the part with c is made with the products
-    of weights, except in rows that keep their diagonal, where it is -c (dz + b r v).
+    of weights.
     """
     row.dq[own, :] = jnp.zeros_like(row.dq[own, :])
     if x.z is None:
@@ -128,23 +132,33 @@ def _open(call: Call, own: slice, x: Inputs, row: Row, total: Scratch):
         return None
     z, dz = x.z[own, :].astype(jnp.float32), x.dz[own, :].astype(jnp.float32)
     if x.c is None:
-        row.delta[:, own] = tile.row(jnp.sum(z * dz, axis=1, keepdims=True))
+        row.delta[:, own] = tile.row(tile.pack(_sum(z * dz)))
         return None
     v = x.v[own, :].astype(jnp.float32)
-    b, exact = call.inverse(jnp.sum(v * v, axis=1, keepdims=True))
-    br = b * jnp.sum(dz * v, axis=1, keepdims=True)
+    n2 = _sum(v * v)
+    br = call.inverse(n2, tile.reciprocal)[0] * _sum(dz * v)
     row.dy[own, :] = (dz - br * v).astype(row.dy.dtype)
     # delta = (z + c v) . dy, from the rounded dy: the main loop sees no other.
     dy = row.dy[own, :].astype(jnp.float32)
-    z_dy, v_dy = (jnp.sum(a * dy, axis=1, keepdims=True) for a in (z, v))
-    row.delta[:, own] = tile.row(z_dy) + x.c[:, own] * tile.row(v_dy)
-    kept_c = jnp.where(exact, 0, tile.column(x.c[:, own]))
-    total.dv[own, :] -= br * z + kept_c * (dz + br * v)
-    return exact
+    row.delta[:, own] = tile.row(tile.pack(_sum(z * dy))) + x.c[:, own] * tile.row(tile.pack(_sum(v * dy)))
+    total.dv[own, :] -= br * z
+    exact = tile.row(call.inverse(tile.pack(n2))[1].astype(jnp.float32)) > 0
+    return jnp.where(exact, lax.broadcasted_iota(jnp.int32, exact.shape, 1) % LANES, -1)
 
 
-def _keys(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, row: Row, total: Scratch, exact=None):
-    """Some keys, in sublanes, and the queries that may see them; `exact` for queries on their own keys that `_open` made."""
+def _keep(call: Call, x: Inputs, total: Scratch):
+    """The part of dv_self that `_keys` does not make, in rows that keep their diagonal: -c (dz + b r v)."""
+    v, dz = x.v[...].astype(jnp.float32), x.dz[...].astype(jnp.float32)
+    b, exact = call.inverse(_sum(v * v), tile.reciprocal)
+    total.dv[...] -= jnp.where(exact, 0, tile.upright(x.c[...])) * (dz + b * _sum(dz * v) * v)
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, axis=1, keepdims=True)
+
+
+def _keys(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, row: Row, total: Scratch, diagonal=None):
+    """Some keys, in sublanes, and the queries that may see them; `diagonal` as `_open` returns it, if the first are these keys."""
     call = grid.call
     q, dy, k, v = x.q[queries, :], row.dy[queries, :], x.k[keys, :], x.v[keys, :]
     s = tile.scores(call, q, k, keys_first=True)
@@ -152,18 +166,14 @@ def _keys(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, row: Row, 
     dp = tile.dot(v, dy, tile.NT)
     p_dv = p
     if starts is not None:
-        q_position = starts[0] + queries.start + lax.broadcasted_iota(jnp.int32, s.shape, 1)
         k_position = starts[1] + keys.start + lax.broadcasted_iota(jnp.int32, s.shape, 0)
-        seen = tile.visible(call, q_position, k_position, grid.padding_from)
-        if x.q_ids is not None:
-            seen = tile.both(seen, tile.lanes(x.k_ids[keys, :], s.shape[1]) == x.q_ids[:, queries])
-        p_dv = p = p if seen is None else jnp.where(seen, p, 0)
+        p_dv = p = _hide(grid, starts, keys, queries, x, p)
         # Tokens and themselves: without weight in dv and without dP. In dv -c in its place is the part -c dy of dv_self.
-        if exact is not None:
-            p_dv = _fill_diagonal(p, 0, k_position, q_position[:1], exact, -x.c[:, keys])
-            dp = _fill_diagonal(dp, 0, k_position, q_position[:1], exact, jnp.zeros_like(x.c[:, keys]))
+        if diagonal is not None:
+            p_dv = _fill_diagonal(p, diagonal, -x.c[:, keys])
+            dp = _fill_diagonal(dp, diagonal, jnp.zeros_like(x.c[:, keys]))
         elif x.diagonal is not None:
-            p_dv, dp = (_drop_diagonal(grid, keys.start, kq, k_position, x.diagonal[...]) for kq in (p, dp))
+            p_dv, dp = (jnp.where(tile.on_diagonal(k_position, x.diagonal[:, queries]), 0, kq) for kq in (p, dp))
     total.dv[keys, :] += tile.dot(p_dv.astype(dy.dtype), dy, tile.NN)
     ds = p * (dp - row.delta[:, queries])
     if call.softcap is not None:
@@ -173,20 +183,24 @@ def _keys(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, row: Row, 
     row.dq[queries, :] += tile.dot(ds, k, tile.TN)
 
 
-def _drop_diagonal(grid: Grid, first: int, x, k_position, diagonal):
-    """`x` with zeros for tokens and themselves. In blocks that start together these can only be in square tiles."""
-    if not grid.aligned:
-        return jnp.where(tile.on_diagonal(k_position, diagonal), 0, x)
-    return _fill_diagonal(x, first, k_position, diagonal, None, jnp.zeros_like(diagonal, x.dtype))
+def _hide(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, p: jax.Array) -> jax.Array:
+    """`p` without the weights of keys that a query does not see."""
+    # On the diagonal, causality alone hides keys only from queries among them.
+    alone = grid.triangular and x.q_ids is None and grid.call.window is None and keys.start == queries.start
+    some = p[:, : len(p)] if alone else p
+    q_position = starts[0] + queries.start + lax.broadcasted_iota(jnp.int32, some.shape, 1)
+    k_position = starts[1] + keys.start + lax.broadcasted_iota(jnp.int32, some.shape, 0)
+    seen = tile.visible(grid.call, q_position, k_position, grid.padding_from)
+    if x.q_ids is not None:
+        seen = tile.both(seen, tile.lanes(x.k_ids[keys, :], p.shape[1]) == x.q_ids[:, queries])
+    return p if seen is None else tile.join([jnp.where(seen, some, 0), p[:, some.shape[1] :]], axis=1)
 
 
-def _fill_diagonal(x, first: int, k_position, q_position, rows, new):
-    """`x`, in which key 0 and query `first` are one token, with `new` [1, queries] on the diagonal of all or of some `rows`."""
+def _fill_diagonal(x: jax.Array, diagonal: jax.Array, new: jax.Array) -> jax.Array:
+    """`x`, in which key 0 and query 0 are one token, with `new` [1, keys] on the diagonal, except where `diagonal` is -1."""
     strips = []
-    for key in range(0, len(x), LANES):
-        keys, queries = slice(key, key + LANES), slice(first + key, first + key + LANES)
-        drop = tile.on_diagonal(k_position[keys, queries], q_position[:, queries])
-        drop = drop if rows is None else drop & rows[keys]
-        square = jnp.where(drop, new[:, queries], x[keys, queries])
-        strips.append(tile.join([x[keys, : first + key], square, x[keys, first + key + LANES :]], axis=1))
+    for first in range(0, len(x), LANES):
+        own = slice(first, first + LANES)
+        here = tile.on_diagonal(lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0), diagonal[:, own])
+        strips.append(tile.join([x[own, :first], jnp.where(here, new[:, own], x[own, own]), x[own, own.stop :]], axis=1))
     return tile.join(strips, axis=0)

@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.fused import Call
 from kernels.tpu import schedule, tile
-from kernels.tpu.schedule import COMPUTE, FIRST, LANES, LAST, MASKED, Blocks, Grid
+from kernels.tpu.schedule import COMPUTE, DIAGONAL, FIRST, KIND, LANES, LAST, MASKED, Blocks, Grid
 from kernels.tpu.tile import LOG2E
 
 # A finite start for the running maximum: where a block hides all its keys from a row, exp(-inf - LOWEST) is 0 and not NaN.
@@ -33,12 +32,22 @@ class _Inputs(NamedTuple):
     alpha: Any = None
 
 
-class _Scratch(NamedTuple):
-    """Per row, over 128 lanes: the running maximum, partial sums of the weights, and 1 / n2, negative where the diagonal stays."""
+class _Outputs(NamedTuple):
+    """`c` only with a projection."""
 
-    acc: Any
+    z: Any
+    lse: Any
+    c: Any = None
+
+
+class _Scratch(NamedTuple):
+    """Of each row: y before it is divided, the running maximum over 128 lanes, partial sums of the weights in as many, and, where
+    the own values are those of the diagonal block, these in float32 and 1 / n2 over 128 lanes."""
+
+    y: Any
     maximum: Any
     total: Any
+    own: Any = None
     inverse: Any = None
 
 
@@ -55,28 +64,57 @@ def forward(
     alpha_H: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """`Backend.forward` after its first two arguments."""
-    (B, T, H, E), (_, S, K, _) = q_BTHE.shape, k_BSKE.shape
-    G = H // K
+    (B, T, H, E), S = q_BTHE.shape, k_BSKE.shape[1]
     grid = Grid(call, T, S, S - T, (blocks or schedule.FORWARD).fit(T, S))
     bq, bkv = grid.blocks.q, grid.blocks.kv
     i, j, masked = grid.pairs()
-    flags, loaded = schedule.with_segments(segment_ids, grid, i, j, schedule.edges(i) | COMPUTE | MASKED * masked, j)
+    flags = schedule.edges(i) | COMPUTE | MASKED * masked | DIAGONAL * grid.on_diagonal(i, j)
+    kinds = schedule.kinds(flags, segment_ids)
+    flags, loaded = schedule.with_segments(segment_ids, grid, i, j, flags, j)
     at = functools.partial(schedule.at, None if segment_ids is None else len(i))
 
-    row_spec = pl.BlockSpec((None, None, bq, E), lambda b, h, n, i, *_: (b, h, i[n], 0))
-    key_spec = pl.BlockSpec((None, None, bkv, E), lambda b, h, n, i, j, flags, loaded: (b, h // G, loaded[at(b, n)], 0))
+    arrays, specs = _inputs(grid, at, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H)
+    numbers = pl.BlockSpec((None, None, 1, bq), lambda b, h, n, i, *_: (b, h, 0, i[n]))
+    numbers_shape = jax.ShapeDtypeStruct((B, H, 1, grid.padded_T), jnp.float32)
+    out_specs = _Outputs(specs.q, numbers, None if own_BTKE is None else numbers)
+    out_shape = _Outputs(jax.ShapeDtypeStruct(arrays.q.shape, q_BTHE.dtype), *(spec and numbers_shape for spec in out_specs[1:]))
+    widths = (E, LANES, LANES) if own_BTKE is None or arrays.own is not None else (E, LANES, LANES, E, LANES)
+    cells = B * H * len(i) * bq * bkv
+    [out] = pl.pallas_call(
+        functools.partial(_kernel, grid, at, kinds),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(B, H, len(i)),
+            in_specs=[specs],
+            out_specs=[out_specs],
+            scratch_shapes=[_Scratch(*(pltpu.VMEM((bq, width), jnp.float32) for width in widths))],
+        ),
+        out_shape=[out_shape],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * cells * E,
+            transcendentals=cells,
+            bytes_accessed=sum(x.nbytes for x in arrays if x is not None) + arrays.q.nbytes,
+        ),
+        interpret=interpret,
+        name="attention_forward" if own_BTKE is None else "xsa_forward",
+    )(i, j, flags, loaded, arrays)
+    lse_BHT, c_BHT = (None if x is None else x[:, :, 0, :T] for x in (out.lse, out.c))
+    return out.z[:, :, :T].swapaxes(1, 2), lse_BHT, c_BHT
+
+
+def _inputs(grid: Grid, at, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H) -> tuple[_Inputs, _Inputs]:
+    """What the kernel reads, padded to whole blocks, and the block specs."""
+    (_, _, H, E), K = q_BTHE.shape, k_BSKE.shape[2]
+    G, bq, bkv = H // K, grid.blocks.q, grid.blocks.kv
+    rows = pl.BlockSpec((None, None, bq, E), lambda b, h, n, i, *_: (b, h, i[n], 0))
+    keys = pl.BlockSpec((None, None, bkv, E), lambda b, h, n, i, j, flags, loaded: (b, h // G, loaded[at(b, n)], 0))
     arrays = _Inputs(
         schedule.rows_first(q_BTHE, grid.padded_T),
         schedule.rows_first(k_BSKE, grid.padded_S),
         schedule.rows_first(v_BSKE, grid.padded_S),
     )
-    specs = _Inputs(row_spec, key_spec, key_spec)
-    num_stats = 1
-    scratch = _Scratch(*(pltpu.VMEM((bq, width), jnp.float32) for width in (E, LANES, LANES)))
-    if own_BTKE is not None:
-        num_stats = 2
-    if call.drop_diagonal:
-        scratch = scratch._replace(inverse=pltpu.VMEM((bq, LANES), jnp.float32))
+    specs = _Inputs(rows, keys, keys)
     if own_BTKE is not None and not (own_BTKE is v_BSKE and grid.triangular):
         arrays = arrays._replace(own=schedule.rows_first(own_BTKE, grid.padded_T))
         specs = specs._replace(own=pl.BlockSpec((None, None, bq, E), lambda b, h, n, i, *_: (b, h // G, i[n], 0)))
@@ -92,51 +130,33 @@ def forward(
         arrays, specs = arrays._replace(sinks=sinks_H.astype(jnp.float32) * LOG2E), specs._replace(sinks=number)
     if alpha_H is not None:
         arrays, specs = arrays._replace(alpha=alpha_H), specs._replace(alpha=number)
-
-    cells = B * H * len(i) * bq * bkv
-    z_BHTE, stats_BHnT = pl.pallas_call(
-        functools.partial(_kernel, grid, at, masked),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(B, H, len(i)),
-            in_specs=[specs],
-            out_specs=[row_spec, pl.BlockSpec((None, None, num_stats, bq), lambda b, h, n, i, *_: (b, h, 0, i[n]))],
-            scratch_shapes=[scratch],
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct(arrays.q.shape, q_BTHE.dtype),
-            jax.ShapeDtypeStruct((B, H, num_stats, grid.padded_T), jnp.float32),
-        ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * cells * E,
-            transcendentals=cells,
-            bytes_accessed=sum(x.nbytes for x in arrays if x is not None) + arrays.q.nbytes,
-        ),
-        interpret=interpret,
-        name="attention_forward" if own_BTKE is None else "xsa_forward",
-    )(i, j, flags, loaded, arrays)
-    z_BTHE = z_BHTE[:, :, :T].swapaxes(1, 2)
-    lse_BHT, *c = (stats_BHnT[:, :, row, :T] for row in range(num_stats))
-    return z_BTHE, lse_BHT, c[0] if c else None
+    return arrays, specs
 
 
-def _kernel(grid: Grid, at, masked: np.ndarray, i_ref, j_ref, flags_ref, _, x: _Inputs, z_ref, stats_ref, t: _Scratch):
+def _kernel(grid: Grid, at, kinds: frozenset[int], i_ref, j_ref, flags_ref, _, x: _Inputs, out: _Outputs, t: _Scratch):
     b, h, n = (pl.program_id(axis) for axis in range(3))
     flags = flags_ref[at(b, n)]
-    q_start = grid.offset + i_ref[n] * grid.blocks.q
-    k_start = j_ref[n] * grid.blocks.kv
+    start = grid.offset + i_ref[n] * grid.blocks.q, j_ref[n] * grid.blocks.kv
 
     pl.when(flags & FIRST != 0)(lambda: _open(h, x, t))
-    if x.q_ids is None and not masked.all():
-        pl.when(flags & (COMPUTE | MASKED) == COMPUTE)(lambda: _block(grid, None, x, t))
-    if x.q_ids is not None or masked.any():
-        pl.when(flags & (COMPUTE | MASKED) == COMPUTE | MASKED)(lambda: _block(grid, (q_start, k_start), x, t))
-    pl.when(flags & LAST != 0)(lambda: _close(grid.call, h, x, z_ref, stats_ref, t))
+    kind = flags & KIND
+    if COMPUTE in kinds:
+        pl.when(kind == COMPUTE)(lambda: _block(grid, None, x, t))
+    if COMPUTE | MASKED in kinds:
+        pl.when(kind == COMPUTE | MASKED)(lambda: _block(grid, start, x, t))
+    if grid.triangular:  # the last block that the queries see is that of their own keys
+        pl.when(flags & LAST != 0)(lambda: _diagonal_block(grid, start, h, x, out, t))
+    else:
+        pl.when(flags & LAST != 0)(lambda: _finish(grid, h, x, out, t))
+
+
+def _finish(grid: Grid, h, x: _Inputs, out: _Outputs, t: _Scratch):
+    rows = slice(0, grid.blocks.q)
+    _close(grid.call, h, rows, x, out, _Scratch(t.y[...], t.maximum[...], t.total[...]))
 
 
 def _open(h, x: _Inputs, t: _Scratch):
-    t.acc[...] = jnp.zeros_like(t.acc)
+    t.y[...] = jnp.zeros_like(t.y)
     if x.sinks is None:
         t.maximum[...] = jnp.full_like(t.maximum, LOWEST)
         t.total[...] = jnp.zeros_like(t.total)
@@ -150,72 +170,103 @@ def _open(h, x: _Inputs, t: _Scratch):
 
 def _block(grid: Grid, start, x: _Inputs, t: _Scratch):
     """One key block; `start` (of the queries, of the keys) where some of it is hidden or on the diagonal."""
-    call, compute = grid.call, grid.blocks.compute
-    if start is not None and call.drop_diagonal:
-        # Here, where the matrix unit has enough to do, the reduction over lanes is almost free.
-        t.inverse[...] = _inverse(call, x)
-    for first in range(0, grid.blocks.kv, compute):
-        columns = pl.ds(first, compute)
-        # Scores in powers of 2, as the hardware's exponential has them.
-        s = tile.scores(call, x.q[...], x.k[columns, :])
-        if start is not None:
-            k_position = start[1] + first + lax.broadcasted_iota(jnp.int32, s.shape, 1)
-            q_position = start[0] + lax.broadcasted_iota(jnp.int32, s.shape, 0)
-            seen = tile.visible(call, q_position, k_position, grid.padding_from)
-            if x.q_ids is not None:
-                seen = tile.both(seen, tile.lanes(x.q_ids[...], compute) == x.k_ids[:, columns])
-            s = s if seen is None else jnp.where(seen, s, -jnp.inf)
-        m_old = t.maximum[...]
-        m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
-        p = jnp.exp2(s - tile.lanes(m_new, compute))
-        shrink = jnp.exp2(m_old - m_new)
-        t.maximum[...] = m_new
-        # Sums of every 128th weight: the one reduction over lanes waits for the last block.
-        t.total[...] = shrink * t.total[...] + sum(p[:, lane : lane + LANES] for lane in range(0, compute, LANES))
-        if start is not None and call.drop_diagonal:
-            p = _drop_diagonal(grid, first, p, k_position, q_position, t.inverse)
-        v = x.v[columns, :]
-        t.acc[...] = tile.lanes(shrink, v.shape[1]) * t.acc[...] + tile.dot(p.astype(v.dtype), v, tile.NN)
+    rows = slice(0, grid.blocks.q)
+    diagonal = None
+    if start is not None and grid.call.drop_diagonal:
+        _, exact = grid.call.inverse(_length2(_own(x, rows)))
+        diagonal = jnp.where(exact, start[0] + lax.broadcasted_iota(jnp.int32, exact.shape, 0), -1)
+    chunks = [slice(first, first + grid.blocks.compute) for first in range(0, grid.blocks.kv, grid.blocks.compute)]
+    scores = [_scores(grid, start, rows, columns, x) for columns in chunks]
+    for columns, s in zip(chunks, scores, strict=True):
+        drop = None
+        if diagonal is not None:
+            k_position = start[1] + columns.start + lax.broadcasted_iota(jnp.int32, s.shape, 1)
+            drop = tile.on_diagonal(k_position, diagonal)
+        t.y[...], t.maximum[...], t.total[...] = _attend(s, drop, rows, columns, x, t)
 
 
-def _drop_diagonal(grid: Grid, first: int, p, k_position, q_position, inverse):
-    """The weights without those of tokens on themselves. In blocks that start together these can only be in square tiles."""
-    compute = grid.blocks.compute
-    if not grid.aligned:
-        diagonal = jnp.where(tile.lanes(inverse[...], compute) > 0, q_position, -1)
-        return jnp.where(tile.on_diagonal(k_position, diagonal), 0, p)
-    strips = [p[:first]]
-    for column in range(0, compute, LANES):
-        rows, columns = slice(first + column, first + column + LANES), slice(column, column + LANES)
-        diagonal = jnp.where(inverse[rows, :] > 0, q_position[rows, columns], -1)
-        square = jnp.where(tile.on_diagonal(k_position[rows, columns], diagonal), 0, p[rows, columns])
-        strips.append(tile.join([p[rows, :column], square, p[rows, column + LANES :]], axis=1))
-    return tile.join([*strips, p[first + compute :]], axis=0)
+def _diagonal_block(grid: Grid, start, h, x: _Inputs, out: _Outputs, t: _Scratch):
+    """The queries of a block and their own keys: 128 queries at a time, and of the keys those that one of them sees.
+
+    All scores come first, and the longest rows: the compiler then has most to choose from.
+    """
+    strips = [slice(first, first + LANES) for first in reversed(range(0, grid.blocks.q, LANES))]
+    diagonals = [_project_on_own(grid.call, rows, x, t) for rows in strips]
+    scores = [_scores(grid, start, rows, slice(0, rows.stop), x, clear=rows.start) for rows in strips]
+    for rows, diagonal, s in zip(strips, diagonals, scores, strict=True):
+        drop = None
+        if diagonal is not None:
+            drop = tile.on_diagonal(diagonal, lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0))
+        y, maximum, total = _attend(s, drop, rows, slice(0, rows.stop), x, t)
+        _close(grid.call, h, rows, x, out, t._replace(y=y, maximum=maximum, total=total))
 
 
-def _own(x: _Inputs) -> jax.Array:
+def _project_on_own(call: Call, rows: slice, x: _Inputs, t: _Scratch) -> jax.Array | None:
+    """Prepares the projection of 128 rows. Returns, as [1, 128], which of these keys is itself left out of y by its row, or -1."""
+    if t.own is None:
+        return None
+    t.own[rows, :] = own = _own(x, rows)
+    n2 = _length2(own)
+    t.inverse[rows, :] = jnp.broadcast_to(call.inverse(n2, tile.reciprocal)[0], (LANES, LANES))
+    if not call.drop_diagonal:
+        return None
+    exact = tile.row(call.inverse(tile.pack(n2))[1].astype(jnp.float32)) > 0
+    return jnp.where(exact, lax.broadcasted_iota(jnp.int32, exact.shape, 1), -1)
+
+
+def _scores(grid: Grid, start, rows: slice, columns: slice, x: _Inputs, clear: int = 0) -> jax.Array:
+    """Scores in powers of 2, as the hardware's exponential has them. Causality hides none of the first `clear` keys."""
+    call = grid.call
+    s = tile.scores(call, x.q[rows, :], x.k[columns, :])
+    if start is None:
+        return s
+    clear = clear if x.q_ids is None and call.window is None else 0
+    hidden = s[:, clear:]
+    q_position = start[0] + rows.start + lax.broadcasted_iota(jnp.int32, hidden.shape, 0)
+    k_position = start[1] + columns.start + clear + lax.broadcasted_iota(jnp.int32, hidden.shape, 1)
+    seen = tile.visible(call, q_position, k_position, grid.padding_from)
+    if x.q_ids is not None:
+        seen = tile.both(seen, tile.lanes(x.q_ids[rows, :], s.shape[1]) == x.k_ids[:, columns])
+    return s if seen is None else tile.join([s[:, :clear], jnp.where(seen, hidden, -jnp.inf)], axis=1)
+
+
+def _attend(s, drop, rows: slice, columns: slice, x: _Inputs, t: _Scratch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What y, maximum and total become with these scores. `drop`: the weights to leave out of y, among those of the last keys."""
+    m_old = t.maximum[rows, :]
+    m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
+    p = jnp.exp2(s - tile.lanes(m_new, s.shape[1]))
+    shrink = jnp.exp2(m_old - m_new)
+    # Sums of every 128th weight: the one reduction over lanes waits for the last block.
+    total = shrink * t.total[rows, :] + sum(p[:, lane : lane + LANES] for lane in range(0, s.shape[1], LANES))
+    if drop is not None:
+        before = s.shape[1] - drop.shape[1]
+        p = tile.join([p[:, :before], jnp.where(drop, 0, p[:, before:])], axis=1)
+    v = x.v[columns, :]
+    y = tile.lanes(shrink, v.shape[1]) * t.y[rows, :] + tile.dot(p.astype(v.dtype), v, tile.NN)
+    return y, m_new, total
+
+
+def _own(x: _Inputs, rows: slice) -> jax.Array:
     """The values to project on: without an input of their own those of the diagonal block, which is the last one visited."""
-    return (x.v if x.own is None else x.own)[...].astype(jnp.float32)
+    return (x.v if x.own is None else x.own)[rows, :].astype(jnp.float32)
 
 
-def _inverse(call: Call, x: _Inputs) -> jax.Array:
-    own = _own(x)
-    n2 = jnp.broadcast_to(jnp.sum(own * own, axis=1, keepdims=True), (own.shape[0], LANES))
-    inverse, exact = call.inverse(n2)
-    return jnp.where(exact, inverse, -jnp.maximum(inverse, jnp.finfo(jnp.float32).tiny)) if call.drop_diagonal else inverse
+def _length2(own: jax.Array) -> jax.Array:
+    return jnp.sum(own * own, axis=1, keepdims=True)
 
 
-def _close(call: Call, h, x: _Inputs, z_ref, stats_ref, t: _Scratch):
-    total = jnp.broadcast_to(jnp.sum(t.total[...], axis=1, keepdims=True), t.total.shape)
-    z = t.acc[...] * tile.lanes(1 / total, t.acc.shape[1])
-    lse = t.maximum[...] * math.log(2) + jnp.log(total)
-    if call.zero_rule is None:
-        stats_ref[...] = lse.T[:1]
-    else:
-        own = _own(x)
-        inverse = jnp.abs(t.inverse[...]) if call.drop_diagonal else _inverse(call, x)
-        c = jnp.sum(z * own, axis=1, keepdims=True) * inverse
-        taken = c if x.alpha is None else x.alpha[h] * c
-        z -= tile.lanes(taken, z.shape[1]) * own
-        stats_ref[...] = jnp.where(lax.broadcasted_iota(jnp.int32, lse.shape, 1) == 0, lse, c).T[:2]
-    z_ref[...] = z.astype(z_ref.dtype)
+def _close(call: Call, h, rows: slice, x: _Inputs, out: _Outputs, t: _Scratch):
+    """Projects, divides by the sum of the weights and writes."""
+    y, total = t.y, jnp.sum(t.total, axis=1, keepdims=True)
+    packed = tile.pack(total)
+    out.lse[:, rows] = tile.row(tile.pack(t.maximum) * math.log(2) + jnp.log(packed))
+    if call.zero_rule is not None:
+        if t.own is None:
+            own = _own(x, rows)
+            inverse = jnp.broadcast_to(call.inverse(_length2(own), tile.reciprocal)[0], (len(own), LANES))
+        else:
+            own, inverse = t.own[rows, :], t.inverse[rows, :]
+        c = jnp.sum(y * own, axis=1, keepdims=True) * inverse
+        out.c[:, rows] = tile.row(tile.pack(c) / packed)
+        y -= tile.lanes(c if x.alpha is None else x.alpha[h] * c, y.shape[1]) * own
+    out.z[rows, :] = (y * tile.reciprocal(total)).astype(out.z.dtype)

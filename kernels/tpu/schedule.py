@@ -18,6 +18,8 @@ LANES = 128
 # whether the pair of blocks has weights at all, whether some of them are hidden or on the diagonal, and whether both are the same
 # tokens.
 FIRST, LAST, COMPUTE, MASKED, NEW, DONE, DIAGONAL = 1, 2, 4, 8, 16, 32, 64
+# The bits that say which code runs at a step.
+KIND = COMPUTE | MASKED | DIAGONAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +112,11 @@ def edges(outer: np.ndarray) -> np.ndarray:
     """FIRST and LAST for the runs of equal numbers in `outer`."""
     change = outer[1:] != outer[:-1]
     return FIRST * np.append(True, change) + LAST * np.append(change, True)
+
+
+def kinds(flags: np.ndarray, segment_ids: jax.Array | None) -> frozenset[int]:
+    """The kinds that occur; with segments every pair of blocks needs a second look."""
+    return frozenset(int(kind) for kind in np.unique((flags if segment_ids is None else flags | MASKED) & KIND))
 
 
 def with_segments(

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels.fused import Call
 
-LANES = 128
+LANES, SUBLANES = 128, 8
 LOG2E = 1.4426950408889634
 NT = (((1,), (1,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
@@ -50,6 +52,21 @@ def both(a: jax.Array | None, b: jax.Array) -> jax.Array:
     return b if a is None else a & b
 
 
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x of positive numbers. Up to v5 an exact division takes ten instructions, most of them for 0, infinity and denormals."""
+    if not _divides_slowly():
+        return 1 / x
+    guess = pl.reciprocal(x, approx=True)
+    return guess * (2 - x * guess)  # Newton
+
+
+def _divides_slowly() -> bool:
+    try:
+        return pltpu.get_tpu_info().generation < 6
+    except ValueError:  # no TPU: interpreted
+        return False
+
+
 def join(parts: list[jax.Array], axis: int) -> jax.Array:
     """Concatenates what is not empty."""
     return jnp.concatenate([part for part in parts if part.size], axis)
@@ -62,22 +79,40 @@ def lanes(x_128: jax.Array, width: int) -> jax.Array:
     return jnp.tile(x_128, (1, -(-width // x_128.shape[1])))[:, :width]
 
 
-def row(x_column: jax.Array) -> jax.Array:
-    """[n, 1] -> [1, n]."""
-    n = min(len(x_column), LANES)
-    rows = (jnp.sum(_diagonal(x_column[first : first + n]), axis=0, keepdims=True) for first in range(0, len(x_column), n))
-    return jnp.concatenate(list(rows), axis=1)
+def pack(x_column: jax.Array) -> jax.Array:
+    """[n, 1] or [n, 128], with one number in all lanes -> [n / 16, 128].
+
+    In a column 8 numbers fill a register; here 128 do. Of each 128 rows, row 8 j + i is in lanes 8 j to 8 j + 7 of sublane i.
+    """
+    octet = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1) // SUBLANES
+    packed = []
+    for first in range(0, len(x_column), LANES):
+        registers = [x_column[first + k : first + k + SUBLANES] for k in range(0, LANES, SUBLANES)]
+        together = jnp.broadcast_to(registers[0], octet.shape)
+        for k, register in enumerate(registers[1:], 1):
+            together = jnp.where(octet == k, register, together)
+        packed.append(together)
+    return jnp.concatenate(packed, axis=0)
 
 
-def column(x_row: jax.Array) -> jax.Array:
+def column(packed: jax.Array) -> jax.Array:
+    """What was packed, [n, 1] again."""
+    registers = [
+        packed[first : first + SUBLANES, k : k + 1] for first in range(0, len(packed), SUBLANES) for k in range(0, LANES, SUBLANES)
+    ]
+    return jnp.concatenate(registers, axis=0)
+
+
+def row(packed: jax.Array) -> jax.Array:
+    """What was packed, as [1, n]."""
+    sublane, lane = (lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1))
+    here = sublane == lane % SUBLANES
+    registers = [packed[first : first + SUBLANES] for first in range(0, len(packed), SUBLANES)]
+    return jnp.concatenate([jnp.sum(jnp.where(here, x, 0), axis=0, keepdims=True) for x in registers], axis=1)
+
+
+def upright(x_row: jax.Array) -> jax.Array:
     """[1, n] -> [n, 1]."""
-    n = min(x_row.shape[1], LANES)
-    columns = (jnp.sum(_diagonal(x_row[:, first : first + n]), axis=1, keepdims=True) for first in range(0, x_row.shape[1], n))
-    return jnp.concatenate(list(columns), axis=0)
-
-
-def _diagonal(x: jax.Array) -> jax.Array:
-    """A row or a column as a diagonal matrix."""
-    n = x.size
-    here = lax.broadcasted_iota(jnp.int32, (n, n), 0) == lax.broadcasted_iota(jnp.int32, (n, n), 1)
-    return jnp.where(here, x, 0)
+    here = lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0) == lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
+    squares = [jnp.where(here, x_row[:, first : first + LANES], 0) for first in range(0, x_row.shape[1], LANES)]
+    return jnp.concatenate([jnp.sum(x, axis=1, keepdims=True) for x in squares], axis=0)

@@ -123,7 +123,7 @@ def _with(fault):
 
 def _literal_delta(own, x, row, total, before):
     z, dz = (ref[own, :].astype(jnp.float32) for ref in (x.z, x.dz))
-    row.delta[:, own] = tile.row(jnp.sum(z * dz, axis=1, keepdims=True))
+    row.delta[:, own] = tile.row(tile.pack(jnp.sum(z * dz, axis=1, keepdims=True)))
 
 
 def _no_dv_self(own, x, row, total, before):
