@@ -48,10 +48,10 @@ class Call:
         """The mask without segments."""
         return MaskSpec(self.causal, self.window)
 
-    def inverse(self, n2: jax.Array, reciprocal: Callable = jnp.reciprocal) -> tuple[jax.Array, jax.Array | bool]:
+    def inverse(self, n2: jax.Array, reciprocal: Callable = jnp.reciprocal) -> tuple[jax.Array, jax.Array]:
         """1 / n2 by the zero rule, from |v|^2 in float32; and where that is the true 1 / |v|^2, so that z . v = 0."""
         if self.zero_rule == "add":
-            return reciprocal(n2 + self.eps), False
+            return reciprocal(n2 + self.eps), jnp.zeros_like(n2, bool)
         if self.zero_rule == "clamp":
             return reciprocal(jnp.maximum(n2, self.eps)), n2 >= self.eps
         live = n2 >= jnp.finfo(jnp.float32).tiny

@@ -108,7 +108,7 @@ def _block(grid: Grid, starts, x: Inputs, row: Row, total: Scratch):
 def _diagonal_block(grid: Grid, starts, x: Inputs, row: Row, total: Scratch):
     """The queries of a block on their own keys, the last ones first: no query before these keys sees them."""
     size = grid.blocks.diagonal
-    kept = False
+    kept = jnp.array(False)
     for first in reversed(range(0, grid.blocks.kv, size)):
         own = slice(first, first + size)
         diagonal = _open(grid.call, own, x, row, total)
