@@ -113,9 +113,6 @@ SUPPORT = {
     "hopper": Support(
         "simulated",
         (
-            "mask.segment_ids",
-            "queries no multiple of 128",
-            "keys no multiple of 8",
             "dtype=float32",
             "dtype=float64",
             "another multiple of 8 up to 256 as head_dim",

@@ -5,6 +5,7 @@ that read them: grouped heads are added up in registers, in a fixed order, and n
 accumulators take more than half of the registers, and several lines below are as they are so that nothing is spilled.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -22,72 +23,74 @@ KEYS = 64  # of a key block in the kernel for dq
 
 def backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, start_BTKE, *, interpret):
     """`backward_main` of `kernels.fused.Backend`, for the calls that `hopper.refused` lets pass."""
-    assert segment_ids is None
-    kept = [] if kept_BKT is None else [kept_BKT.astype(jnp.float32)]
-    start = [] if start_BTKE is None else [start_BTKE]
-    rows = (q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT)
-    dq = _launch_dq(call, rows, kept, interpret)
-    dk, dv = _launch_dkv(call, rows, kept, start, interpret)
-    return dq, dk, dv
+    T, E, S = q_BTHE.shape[1], q_BTHE.shape[3], k_BSKE.shape[1]
+    # q and dy are zero beyond their ends, so those rows add nothing.
+    inputs = {n: tile.copyable(x) for n, x in (("q", q_BTHE), ("k", k_BSKE), ("v", v_BSKE), ("dy", dy_BTHE))}
+    kept = None if kept_BKT is None else kept_BKT.astype(jnp.float32)
+    inputs |= {n: tile.padded(x, 2) for n, x in (("lse", lse_BHT), ("delta", delta_BHT), ("kept", kept))}
+    dq_plan = Plan(call, T, S, E, COMPUTE * ROWS, KEYS, segment_ids is not None)
+    dkv_plan = dataclasses.replace(dq_plan, block_t=ROWS, block_s=COMPUTE * ROWS)
+    dq = _launch_dq(dq_plan, inputs | tile.segments(dq_plan, segment_ids, of_keys=False), interpret)
+    inputs |= {"start": tile.padded(start_BTKE, 1), **tile.segments(dkv_plan, segment_ids, of_keys=True)}
+    dk, dv = _launch_dkv(dkv_plan, inputs, interpret)
+    return dq[:, :T], dk[:, :S], dv[:, :S]
 
 
-def _launch_dq(call, rows, kept, interpret):
-    q_BTHE, k_BSKE = rows[:2]
-    (B, T, H, E), S = q_BTHE.shape, k_BSKE.shape[1]
-    plan = Plan(call, T, S, E, COMPUTE * ROWS, KEYS, segments=False)
-    stages = min(3, pl.cdiv(S, KEYS))
-
-    def entry(*refs):
-        own = plgpu.SMEM((COMPUTE, ROWS, E), q_BTHE.dtype, transforms=tile.tiling(E))
-        keys = plgpu.SMEM((stages, KEYS, E), q_BTHE.dtype, transforms=tile.tiling(E))
-        pl.run_scoped(
-            functools.partial(_dq_kernel, plan, refs[:6], refs[6] if kept else None, refs[-1]),
-            own,
-            own,
-            keys,
-            keys,
-            plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
-            (plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
-            (plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages), plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)),
-            collective_axes="wg",
-        )
-
-    shape = jax.ShapeDtypeStruct(q_BTHE.shape, q_BTHE.dtype)
-    return tile.launch(entry, "attention_dq", shape, (H, T // plan.block_t, B), interpret)(*rows, *kept)
+def _launch_dq(plan: Plan, inputs, interpret):
+    q = jax.ShapeDtypeStruct(inputs["q"].shape, inputs["q"].dtype)
+    stages = min(3, pl.cdiv(plan.S, KEYS))
+    own = plgpu.SMEM((COMPUTE, ROWS, plan.E), q.dtype, transforms=tile.tiling(plan.E))
+    keys = plgpu.SMEM((stages, KEYS, plan.E), q.dtype, transforms=tile.tiling(plan.E))
+    scratch = (
+        own,
+        own,
+        keys,
+        keys,
+        plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
+        (plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
+        (plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages), plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)),
+    )
+    grid = (q.shape[2], pl.cdiv(plan.T, plan.block_t), q.shape[0])
+    return tile.launch(functools.partial(_dq_kernel, plan), "attention_dq", inputs, {"dq": q}, scratch, grid, interpret)["dq"]
 
 
-def _dq_kernel(plan: Plan, inputs, kept_ref, dq_ref, q_smem, dy_smem, k_smem, v_smem, own_ready, ready, consumed):
-    q_ref, k_ref, v_ref, dy_ref, lse_ref, delta_ref = inputs
+def _dq_kernel(plan: Plan, refs, q_smem, dy_smem, k_smem, v_smem, own_ready, ready, consumed):
     wg, head, batch = lax.axis_index("wg"), lax.axis_index("head"), lax.axis_index("batch")
-    block = plan.T // plan.block_t - 1 - lax.axis_index("block")
-    kv_head = lax.div(head, jnp.int32(q_ref.shape[2] // k_ref.shape[2]))
-    spans = key_spans(plan, block, None)
-    steps, num_clean = spans.stop - spans.start, spans.number(clean=True)
+    block = pl.cdiv(plan.T, plan.block_t) - 1 - lax.axis_index("block")
+    kv_head = lax.div(head, jnp.int32(refs.q.shape[2] // refs.k.shape[2]))
+    meeting = refs.meeting.at[batch, block] if plan.segments else None
 
     @pl.when(wg < COMPUTE)
     def _():
         plgpu.set_max_registers(tile.COMPUTE_REGISTERS, action="increase")
-        first = block * plan.block_t + wg * ROWS
-        rows = pl.ds(first, ROWS)
+        rows = pl.ds(block * plan.block_t + wg * ROWS, ROWS)
         q, dy = q_smem.at[wg], dy_smem.at[wg]
-        plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q, own_ready.at[wg])
-        plgpu.copy_gmem_to_smem(dy_ref.at[batch, rows, head], dy, own_ready.at[wg])
-        lse = tile.load(lse_ref.at[batch, head, rows], tile.row_layout()) * LOG2E
-        delta = tile.load(delta_ref.at[batch, head, rows], tile.row_layout())
-        kept = None if kept_ref is None else tile.load(kept_ref.at[batch, kv_head, rows], tile.row_layout())
+        plgpu.copy_gmem_to_smem(refs.q.at[batch, rows, head], q, own_ready.at[wg])
+        plgpu.copy_gmem_to_smem(refs.dy.at[batch, rows, head], dy, own_ready.at[wg])
+        lse = tile.load(refs.lse.at[batch, head, rows], tile.row_layout()) * LOG2E
+        delta = tile.load(refs.delta.at[batch, head, rows], tile.row_layout())
+        kept = None if refs.kept is None else tile.load(refs.kept.at[batch, kv_head, rows], tile.row_layout())
+        ids = tile.load(refs.q_ids.at[batch, rows], tile.row_layout()) if plan.segments else None
+        spans = key_spans(plan, block, meeting)
+        steps, num_clean = spans.stop - spans.start, spans.number(clean=True)
         plgpu.barrier_wait(own_ready.at[wg])
 
         def step(n, dq, masked):
-            slot = lax.rem(n, jnp.int32(k_smem.shape[0]))
+            wg, slot = tile.warpgroup(), lax.rem(n, jnp.int32(k_smem.shape[0]))
             plgpu.barrier_wait(ready[0].at[slot])
             plgpu.barrier_wait(ready[1].at[slot])
-            s, dp = tile.products((q, k_smem.at[slot]), (dy, v_smem.at[slot]))
+            s, dp = tile.products((q_smem.at[wg], k_smem.at[slot]), (dy_smem.at[wg], v_smem.at[slot]))
             plgpu.barrier_arrive(consumed[1].at[slot])
             s, factor = tile.scores(plan, s)
             p = jnp.exp2(s * factor - along_rows(lse, s.shape))
             if masked:
-                query, key = tile.positions(first + plan.offset, tile.nth_block(spans, n, num_clean) * KEYS, s.shape)
-                p = jnp.where(tile.seen(plan, query, key), p, 0.0)
+                first_key = spans.block(n - num_clean, clean=False) * KEYS
+                query, key = tile.positions(block * plan.block_t + wg * ROWS + plan.offset, first_key, s.shape)
+                shown = tile.seen(plan, query, key)
+                if plan.segments:
+                    key_ids = tile.load(refs.k_ids.at[batch, pl.ds(first_key, KEYS)], tile.column_layout())
+                    shown &= along_rows(ids, s.shape) == along_columns(key_ids, s.shape)
+                p = jnp.where(shown, p, 0.0)
                 if kept is not None:
                     dp = jnp.where(query == key, dp * along_rows(kept, dp.shape), dp)
             ds = p * (dp - along_rows(delta, s.shape))
@@ -102,70 +105,64 @@ def _dq_kernel(plan: Plan, inputs, kept_ref, dq_ref, q_smem, dy_smem, k_smem, v_
         plgpu.commit_smem()
         q[...] = (dq * plan.call.scale).astype(q.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q, dq_ref.at[batch, rows, head])
+        plgpu.copy_smem_to_gmem(q, refs.dq.at[batch, rows, head])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(wg == COMPUTE)
     def _():
         plgpu.set_max_registers(tile.FEED_REGISTERS, action="decrease")
+        spans = key_spans(plan, block, meeting)
+        steps, num_clean = spans.stop - spans.start, spans.number(clean=True)
 
         def fetch(n, slot):
             at = (batch, pl.ds(tile.nth_block(spans, n, num_clean) * KEYS, KEYS), kv_head)
-            plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[slot], ready[0].at[slot])
-            plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[slot], ready[1].at[slot])
+            plgpu.copy_gmem_to_smem(refs.k.at[at], k_smem.at[slot], ready[0].at[slot])
+            plgpu.copy_gmem_to_smem(refs.v.at[at], v_smem.at[slot], ready[1].at[slot])
 
         tile.feed(steps, k_smem.shape[0], consumed, fetch)
 
 
-def _launch_dkv(call, rows, kept, start, interpret):
-    q_BTHE, k_BSKE = rows[:2]
-    (B, T, _, E), (S, K) = q_BTHE.shape, k_BSKE.shape[1:3]
-    plan = Plan(call, T, S, E, ROWS, COMPUTE * ROWS, segments=False)
+def _launch_dkv(plan: Plan, inputs, interpret):
+    k = jax.ShapeDtypeStruct(inputs["k"].shape, inputs["k"].dtype)
     stages = 3
-
-    def entry(*refs):
-        extra = list(refs[6:-2])
-        kept_ref = extra.pop(0) if kept else None
-        start_ref = extra.pop(0) if start else None
-        own = plgpu.SMEM((COMPUTE, ROWS, E), q_BTHE.dtype, transforms=tile.tiling(E))
-        tiles = plgpu.SMEM((stages, ROWS, E), q_BTHE.dtype, transforms=tile.tiling(E))
-        numbers = plgpu.SMEM((stages, ROWS), jnp.float32)
-        pl.run_scoped(
-            functools.partial(_dkv_kernel, plan, refs[:6], kept_ref, start_ref, refs[-2:]),
-            (own, own),
-            (tiles, tiles, numbers, numbers),
-            plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
-            plgpu.Barrier(num_arrivals=4, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages),
-            collective_axes="wg",
-        )
-
-    shape = jax.ShapeDtypeStruct(k_BSKE.shape, k_BSKE.dtype)
-    return tile.launch(entry, "attention_dkv", [shape, shape], (K, pl.cdiv(S, plan.block_s), B), interpret)(*rows, *kept, *start)
+    own = plgpu.SMEM((COMPUTE, ROWS, plan.E), k.dtype, transforms=tile.tiling(plan.E))
+    rows = plgpu.SMEM((stages, ROWS, plan.E), k.dtype, transforms=tile.tiling(plan.E))
+    numbers = [plgpu.SMEM((stages, ROWS), kind) for kind in (jnp.float32, jnp.float32, *([jnp.int32] if plan.segments else []))]
+    scratch = (
+        (own, own),
+        (rows, rows),
+        numbers,
+        plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
+        plgpu.Barrier(num_arrivals=2 + len(numbers), num_barriers=stages),
+        plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages),
+    )
+    grid = (k.shape[2], pl.cdiv(plan.S, plan.block_s), k.shape[0])
+    outputs = {"dk": k, "dv": k}
+    out = tile.launch(functools.partial(_dkv_kernel, plan), "attention_dkv", inputs, outputs, scratch, grid, interpret)
+    return out["dk"], out["dv"]
 
 
-def _dkv_kernel(plan: Plan, inputs, kept_ref, start_ref, outputs, own_smem, query_smem, own_ready, ready, consumed):
-    q_ref, k_ref, v_ref, dy_ref, lse_ref, delta_ref = inputs
+def _dkv_kernel(plan: Plan, refs, own_smem, row_smem, number_smem, own_ready, ready, consumed):
     wg, kv_head, block, batch = (lax.axis_index(name) for name in ("wg", "head", "block", "batch"))
-    group = jnp.int32(q_ref.shape[2] // k_ref.shape[2])
+    group = jnp.int32(refs.q.shape[2] // refs.k.shape[2])
+    meeting = refs.meeting.at[batch, block] if plan.segments else None
 
-    # Each role finds the spans for itself: numbers alive where the roles part are spilled.
     @pl.when(wg < COMPUTE)
     def _():
         plgpu.set_max_registers(tile.COMPUTE_REGISTERS, action="increase")
-        first = block * plan.block_s + wg * ROWS
-        keys = pl.ds(first, ROWS)
+        keys = pl.ds(block * plan.block_s + wg * ROWS, ROWS)
         own = [smem.at[wg] for smem in own_smem]
-        for source, target in zip((k_ref, v_ref), own, strict=True):
+        for source, target in zip((refs.k, refs.v), own, strict=True):
             plgpu.copy_gmem_to_smem(source.at[batch, keys, kv_head], target, own_ready.at[wg])
-        kept = None if kept_ref is None else tile.load(kept_ref.at[batch, kv_head, keys], tile.row_layout())
+        kept = None if refs.kept is None else tile.load(refs.kept.at[batch, kv_head, keys], tile.row_layout())
+        ids = tile.load(refs.k_ids.at[batch, keys], tile.row_layout()) if plan.segments else None
         dk = tile.zeros(ROWS, plan.E)
-        dv = dk if start_ref is None else tile.load(start_ref.at[batch, keys, kv_head], plgpu.Layout.WGMMA)
+        dv = dk if refs.start is None else tile.load(refs.start.at[batch, keys, kv_head], plgpu.Layout.WGMMA)
         plgpu.barrier_wait(own_ready.at[wg])
-        step = functools.partial(_dkv_step, plan, block, kept, own_smem, query_smem, ready, consumed)
-        dk, dv = _dkv_sweep(query_spans(plan, block, None), group, step, (dk, dv))
+        step = functools.partial(_dkv_step, plan, block, kept, ids, own_smem, row_smem, number_smem, ready, consumed)
+        dk, dv = _dkv_sweep(query_spans(plan, block, meeting), group, step, (dk, dv))
         plgpu.commit_smem()
-        for value, buffer, target in zip((dk * plan.call.scale, dv), own, outputs, strict=True):
+        for value, buffer, target in zip((dk * plan.call.scale, dv), own, (refs.dk, refs.dv), strict=True):
             buffer[...] = value.astype(buffer.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, target.at[batch, keys, kv_head])
@@ -174,7 +171,7 @@ def _dkv_kernel(plan: Plan, inputs, kept_ref, start_ref, outputs, own_smem, quer
     @pl.when(wg == COMPUTE)
     def _():
         plgpu.set_max_registers(tile.FEED_REGISTERS, action="decrease")
-        spans = query_spans(plan, block, None)
+        spans = query_spans(plan, block, meeting)
         num_clean, num_masked = spans.number(clean=True), spans.number(clean=False)
 
         def fetch(n, slot):
@@ -184,12 +181,13 @@ def _dkv_kernel(plan: Plan, inputs, kept_ref, start_ref, outputs, own_smem, quer
             head, n = kv_head * group + lax.div(n, number), lax.rem(n, number)
             first = jnp.where(clean, spans.block(n, clean=True), spans.block(n, clean=False)) * plan.block_t
             rows = pl.ds(first, plan.block_t)
-            for source, target in zip((q_ref, dy_ref), query_smem[:2], strict=True):
-                plgpu.copy_gmem_to_smem(source.at[batch, rows, head], target.at[slot], ready.at[slot])
-            for source, target in zip((lse_ref, delta_ref), query_smem[2:], strict=True):
-                plgpu.copy_gmem_to_smem(source.at[batch, head, rows], target.at[slot], ready.at[slot])
+            copies = [(ref.at[batch, rows, head], smem) for ref, smem in zip((refs.q, refs.dy), row_smem, strict=True)]
+            numbers = [refs.lse.at[batch, head, rows], refs.delta.at[batch, head, rows]]
+            numbers += [refs.q_ids.at[batch, rows]] if plan.segments else []
+            for source, smem in (*copies, *zip(numbers, number_smem, strict=True)):
+                plgpu.copy_gmem_to_smem(source, smem.at[slot], ready.at[slot])
 
-        tile.feed(group * (num_clean + num_masked), query_smem[0].shape[0], (consumed,), fetch)
+        tile.feed(group * (num_clean + num_masked), ready.shape[0], (consumed,), fetch)
 
 
 def _dkv_sweep(spans: Spans, group, step, carry):
@@ -207,31 +205,31 @@ def _dkv_sweep(spans: Spans, group, step, carry):
     return lax.fori_loop(0, group, masked_of_head, carry)
 
 
-def _dkv_step(plan: Plan, block, kept, own_smem, query_smem, ready, consumed, n, carry, masked_block=None):
+def _dkv_step(plan: Plan, block, kept, ids, own_smem, row_smem, number_smem, ready, consumed, n, carry, masked_block=None):
     """Adds what the n-th block of queries gives to (dk, dv). `masked_block` is its number where it needs the mask."""
-    # The compiler takes this copy for another number in every step. Else it makes all addresses of k and v before the loop, and has
-    # no registers to keep them in.
-    wg = lax.optimization_barrier(lax.axis_index("wg"))
     dk, dv = carry
-    slot = lax.rem(n, jnp.int32(ready.shape[0]))
-    q, dy, lse, delta = (smem.at[slot] for smem in query_smem)
+    wg, slot = tile.warpgroup(), lax.rem(n, jnp.int32(ready.shape[0]))
+    q, dy = (smem.at[slot] for smem in row_smem)
+    lse, delta, *query_ids = (smem.at[slot] for smem in number_smem)
     plgpu.barrier_wait(ready.at[slot])
     s, dp = tile.products((own_smem[0].at[wg], q), (own_smem[1].at[wg], dy))
-    lse = tile.load(lse, plgpu.Layout.WGMMA.reduce(0)) * LOG2E
+    lse = tile.load(lse, tile.column_layout()) * LOG2E
     s, factor = tile.scores(plan, s)
     p = jnp.exp2(s * factor - along_columns(lse, s.shape))
     slope = p if plan.call.softcap is None else p * (1.0 - s * s)
     if masked_block is not None:
         key, query = tile.positions(block * plan.block_s + wg * ROWS, masked_block * plan.block_t + plan.offset, s.shape)
         shown = tile.seen(plan, query, key)
-        p, slope = jnp.where(shown, p, 0.0), jnp.where(shown, slope, 0.0)
+        if plan.segments:
+            shown &= along_rows(ids, s.shape) == along_columns(tile.load(query_ids[0], tile.column_layout()), s.shape)
+        p, slope = lax.optimization_barrier((jnp.where(shown, p, 0.0), jnp.where(shown, slope, 0.0)))
         if kept is not None:
             left_out = (query == key) & (along_rows(kept, s.shape) == 0)
             p, dp = jnp.where(left_out, 0.0, p), jnp.where(left_out, 0.0, dp)
     # In this order the fewest numbers are alive at once.
     p, dp, slope = lax.optimization_barrier((p.astype(q.dtype), dp, slope))
-    delta = tile.load(delta, plgpu.Layout.WGMMA.reduce(0))
-    plgpu.commit_smem()  # lse and delta are read, and the next copy may take their place
+    delta = tile.load(delta, tile.column_layout())
+    plgpu.commit_smem()  # the numbers are read, and the next copy may take their place
     ds = slope * (dp - along_columns(delta, s.shape))
     dv, dk = tile.add_products((dv, p, dy), (dk, ds.astype(q.dtype), q))
     plgpu.barrier_arrive(consumed.at[slot])

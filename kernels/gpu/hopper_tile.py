@@ -1,6 +1,8 @@
 """What the Hopper kernels share: matrix products, masks and layouts of one tile of one warpgroup, and the order of the blocks."""
 
+import functools
 import math
+import types
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.gpu.spans import Plan, Spans
+from kernels.gpu.spans import Plan, Spans, query_and_key_ids, segment_spans
 
 COMPUTE = 2  # warpgroups that compute; one more feeds them
 ROWS = 64  # of a tile, all that one instruction of the tensor cores takes
@@ -19,6 +21,14 @@ HEAD_DIMS = (64, 80, 96, 128)
 LOG2E = math.log2(math.e)
 # jax 0.10 asks for an index that later releases refuse.
 _WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()
+
+
+def warpgroup():
+    """The number of this warpgroup, for the body of a loop: the compiler takes it for another number in every step.
+
+    Else it makes all addresses of the warpgroup's own tiles before the loop, and has no registers to keep them in.
+    """
+    return lax.optimization_barrier(lax.axis_index("wg"))
 
 
 def products(*pairs, meanwhile=None):
@@ -52,6 +62,11 @@ def load(ref, layout):
 def row_layout():
     """That of one number per row of a tile."""
     return plgpu.Layout.WGMMA.reduce(1)
+
+
+def column_layout():
+    """That of one number per column."""
+    return plgpu.Layout.WGMMA.reduce(0)
 
 
 def along_rows(x, shape):
@@ -116,17 +131,47 @@ def feed(steps, stages: int, consumed, fetch):
     lax.fori_loop(filled, steps, refill, None)
 
 
-def launch(entry, name: str, out_type, grid, interpret: bool):
-    """The launch that all Hopper kernels share: `grid` is (heads, blocks, batch rows)."""
+def padded(x, axis: int, multiple: int = COMPUTE * ROWS):
+    """With zeros up to a multiple, by default to whole tiles of all warpgroups: plain loads do not stop where an array ends."""
+    if x is None:
+        return None
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % multiple)
+    return jnp.pad(x, widths)
+
+
+def copyable(x_BTHE):
+    """What copies of tiles can read: they do stop where an array ends, with zeros beyond, but take tokens by eight."""
+    return padded(x_BTHE, 1, 8)
+
+
+def segments(plan: Plan, segment_ids, of_keys: bool) -> dict[str, Any]:
+    """What a kernel reads of the segment ids: those of the queries and of the keys, and which blocks may meet."""
+    q_ids, k_ids = query_and_key_ids(plan, segment_ids)
+    return {"q_ids": padded(q_ids, 1), "k_ids": padded(k_ids, 1), "meeting": segment_spans(plan, segment_ids, of_keys)}
+
+
+def launch(kernel, name: str, inputs: dict[str, Any], outputs: dict[str, Any], scratch, grid, interpret: bool) -> dict[str, Any]:
+    """Runs kernel(refs, *scratch) on a grid of (heads, blocks, batch rows) and returns its outputs.
+
+    `inputs` are arrays and `outputs` shapes, by the name that each has in `refs`. What is None is None there and in the result.
+    """
+    given, made = ({n: x for n, x in named.items() if x is not None} for named in (inputs, outputs))
+
+    def entry(*refs):
+        named = dict.fromkeys([*inputs, *outputs]) | dict(zip([*given, *made], refs, strict=True))
+        pl.run_scoped(functools.partial(kernel, types.SimpleNamespace(**named)), *scratch, collective_axes="wg")
+
     entry.__name__ = name  # jax names the kernel after its function, and profiles show it
     simulator: Any = getattr(plgpu, "InterpretGPUParams", None)  # since jax 0.12
-    return plgpu.kernel(
+    results = plgpu.kernel(
         entry,
-        out_type=out_type,
+        out_type=list(made.values()),
         grid=grid,
         grid_names=("head", "block", "batch"),
         num_threads=COMPUTE + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=simulator(detect_races=True) if interpret else None,
-    )
+    )(*given.values())
+    return dict.fromkeys(outputs) | dict(zip(made, results, strict=True))

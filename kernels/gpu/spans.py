@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from kernels import fused
 
@@ -100,3 +101,28 @@ def _spans(plan, first, last, back, ahead, offset, length, block, segments_ref) 
 
 def _div(x: jax.Array, n: int) -> jax.Array:
     return lax.div(x, jnp.int32(n))
+
+
+def query_and_key_ids(plan: Plan, segment_ids: jax.Array | None):
+    """The segment ids of the queries and of the keys."""
+    return (None, None) if segment_ids is None else (segment_ids[:, plan.offset :], segment_ids)
+
+
+def segment_spans(plan: Plan, segment_ids: jax.Array | None, of_keys: bool) -> jax.Array | None:
+    """Of each query block (or key block) the range of key blocks (query blocks) that may share a segment: int32 [B, N, 2]."""
+    if segment_ids is None:
+        return None
+    q_ids, k_ids = query_and_key_ids(plan, segment_ids)
+    q_range, k_range = _extremes(q_ids, plan.block_t), _extremes(k_ids, plan.block_s)
+    (least_BN, most_BN), (other_least_BM, other_most_BM) = (k_range, q_range) if of_keys else (q_range, k_range)
+    overlap_BNM = (least_BN[:, :, None] <= other_most_BM[:, None]) & (other_least_BM[:, None] <= most_BN[:, :, None])
+    start_BN = jnp.argmax(overlap_BNM, -1)
+    stop_BN = overlap_BNM.shape[-1] - jnp.argmax(overlap_BNM[:, :, ::-1], -1)
+    return jnp.stack([start_BN, jnp.where(overlap_BNM.any(-1), stop_BN, start_BN)], -1).astype(jnp.int32)
+
+
+def _extremes(ids_BT: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """The least and the greatest id of each block."""
+    B, T = ids_BT.shape
+    ids_BNt = jnp.pad(ids_BT, ((0, 0), (0, pl.cdiv(T, block) * block - T)), mode="edge").reshape(B, -1, block)
+    return ids_BNt.min(-1), ids_BNt.max(-1)

@@ -11,7 +11,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from kernels import fused
 from kernels.gpu import triton_body as body
-from kernels.gpu.spans import Plan
+from kernels.gpu.spans import Plan, query_and_key_ids
+from kernels.gpu.spans import segment_spans as _segment_spans
 
 MAX_HEAD_DIM = 256
 
@@ -86,7 +87,7 @@ def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         cost_estimate=_cost(plan, q_BTHE, k_BSKE, products=2),
         interpret=interpret,
-    )(q_BTHE, k_BSKE, v_BSKE, own_BTKE, sinks_H, alpha_H, *_ids(plan, segment_ids), spans_BN2)
+    )(q_BTHE, k_BSKE, v_BSKE, own_BTKE, sinks_H, alpha_H, *query_and_key_ids(plan, segment_ids), spans_BN2)
 
 
 def _backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, start_BTKE, *, tiles, interpret):
@@ -120,7 +121,7 @@ def _dq(call, q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, segment_ids, 
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         cost_estimate=_cost(plan, q_BTHE, k_BSKE, products=3),
         interpret=interpret,
-    )(q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, *_ids(plan, segment_ids), spans_BN2, kept_BKT)
+    )(q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, *query_and_key_ids(plan, segment_ids), spans_BN2, kept_BKT)
 
 
 def _dkv(call, q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, segment_ids, kept_BKT, start_BTKE, tile, interpret):
@@ -154,7 +155,7 @@ def _dkv(call, q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, segment_ids,
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         cost_estimate=_cost(plan, q_BTHE, k_BSKE, products=4),
         interpret=interpret,
-    )(q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, *_ids(plan, segment_ids), spans_BN2, kept_BKT, start_BTKE)
+    )(q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, *query_and_key_ids(plan, segment_ids), spans_BN2, kept_BKT, start_BTKE)
 
 
 class _QuerySpecs:
@@ -193,31 +194,6 @@ def _padded_head_dim(head_dim: int) -> int:
 
 def _round_up(n: int, block: int) -> int:
     return pl.cdiv(n, block) * block
-
-
-def _ids(plan: Plan, segment_ids: jax.Array | None):
-    """The segment ids of the queries and of the keys."""
-    return (None, None) if segment_ids is None else (segment_ids[:, plan.offset :], segment_ids)
-
-
-def _segment_spans(plan: Plan, segment_ids: jax.Array | None, of_keys: bool) -> jax.Array | None:
-    """Of each query block (or key block) the range of key blocks (query blocks) that may share a segment: int32 [B, N, 2]."""
-    if segment_ids is None:
-        return None
-    q_ids, k_ids = _ids(plan, segment_ids)
-    q_range, k_range = _extremes(q_ids, plan.block_t), _extremes(k_ids, plan.block_s)
-    (least_BN, most_BN), (other_least_BM, other_most_BM) = (k_range, q_range) if of_keys else (q_range, k_range)
-    overlap_BNM = (least_BN[:, :, None] <= other_most_BM[:, None]) & (other_least_BM[:, None] <= most_BN[:, :, None])
-    start_BN = jnp.argmax(overlap_BNM, -1)
-    stop_BN = overlap_BNM.shape[-1] - jnp.argmax(overlap_BNM[:, :, ::-1], -1)
-    return jnp.stack([start_BN, jnp.where(overlap_BNM.any(-1), stop_BN, start_BN)], -1).astype(jnp.int32)
-
-
-def _extremes(ids_BT: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """The least and the greatest id of each block."""
-    B, T = ids_BT.shape
-    ids_BNt = jnp.pad(ids_BT, ((0, 0), (0, _round_up(T, block) - T)), mode="edge").reshape(B, -1, block)
-    return ids_BNt.min(-1), ids_BNt.max(-1)
 
 
 def _cost(plan: Plan, q_BTHE: jax.Array, k_BSKE: jax.Array, products: int) -> pl.CostEstimate:

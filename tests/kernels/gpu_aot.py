@@ -41,13 +41,14 @@ H200 = {
 }  # fmt: skip
 ARCHITECTURES = {"sm_80": ("sm_80", A100), "sm_90": ("sm_90a", H200)}
 
+EVERYTHING = {"window": 300, "segments": True, "sinks": True, "softcap": 30.0}
 # name: (kernels.attention's features, E, H, K, T, dtype)
 TRITON = {
     "causal 64": ({}, 64, 4, 4, 2048, "bfloat16"),
     "causal 128": ({}, 128, 8, 2, 2048, "bfloat16"),
     "plain 128": ({"xsa": None}, 128, 8, 2, 2048, "bfloat16"),
     "full 128": ({"causal": False}, 128, 4, 1, 2048, "bfloat16"),
-    "everything 128": ({"window": 300, "segments": True, "sinks": True, "softcap": 30.0}, 128, 8, 2, 2000, "bfloat16"),
+    "everything 128": (EVERYTHING, 128, 8, 2, 2000, "bfloat16"),
     "causal 96": ({}, 96, 4, 4, 1000, "float16"),
     "causal 256": ({}, 256, 4, 2, 1024, "bfloat16"),
     "float32 64": ({}, 64, 4, 2, 1024, "float32"),
@@ -60,7 +61,14 @@ HOPPER = {
     "causal 80": ({}, 80, 4, 2, 2048, "bfloat16"),
     "plain 128": ({"xsa": None}, 128, 8, 2, 2048, "bfloat16"),
     "full 128": ({"causal": False}, 128, 4, 1, 2048, "float16"),
-    "everything 128": ({"window": 300, "sinks": True, "softcap": 30.0}, 128, 8, 2, 2048, "bfloat16"),
+    "segments 128": ({"segments": True}, 128, 8, 2, 2000, "bfloat16"),
+    "everything 64": (EVERYTHING, 64, 8, 2, 2048, "float16"),
+    "everything 128": (EVERYTHING, 128, 8, 2, 2001, "bfloat16"),
+    "capped segments 128": ({"segments": True, "softcap": 30.0}, 128, 8, 2, 2048, "bfloat16"),
+    "band 128": ({"causal": False, "window": 300}, 128, 8, 2, 2001, "bfloat16"),
+    "full everything 128": (EVERYTHING | {"causal": False}, 128, 8, 2, 2001, "float16"),
+    "odd 128": ({}, 128, 8, 2, 2001, "bfloat16"),
+    "window 128": ({"window": 300, "sinks": True, "softcap": 30.0}, 128, 8, 2, 2048, "bfloat16"),
 }
 
 
