@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from benchmarks import _record
-from kernels import MaskSpec, Projection, attention, fused, reference, tpu, weights
+from kernels import Projection, attention, reference, weights
 from kernels.api import IMPLEMENTATIONS
 
 # The score of a token with itself beyond what is random; its mean weight on itself follows.
@@ -43,12 +43,6 @@ def unfused(q, k, v):
     return z.reshape(q.shape).astype(q.dtype)
 
 
-def interpreted_tpu(q, k, v):
-    """The TPU kernels on a CPU, where `attention` has nothing to compile them with."""
-    backend = tpu.backend(interpret=True)
-    return fused.attention(backend, q, k, v, v, MaskSpec(), Projection(), None, None, q.shape[-1] ** -0.5)
-
-
 def both_passes(call, q, k, v, dz):
     z, vjp = jax.vjp(call, q, k, v)
     return z, *vjp(dz)
@@ -59,8 +53,6 @@ def contenders(T, E):
     calls: dict[str, Callable] = {
         name: functools.partial(attention, xsa=Projection(), impl=name) for name in IMPLEMENTATIONS if name != "reference"
     }
-    if jax.default_backend() == "cpu":
-        calls["tpu"] = interpreted_tpu
     found = {"unfused": unfused}
     x = inputs(T, E, 0.0, False)
     for name, call in calls.items():

@@ -20,11 +20,11 @@ def forward(
         return y_BTHE.astype(q_BTHE.dtype), lse_BHT, None
     K, wide = k_BSKE.shape[2], jnp.promote_types(q_BTHE.dtype, jnp.float32)
     own_BTK1E = own_BTKE.astype(wide)[:, :, :, None]
-    inverse_BTK11, exact = call.inverse(jnp.sum(own_BTK1E * own_BTK1E, axis=-1, keepdims=True))
-    kept_BKT = jnp.logical_not(exact)[..., 0, 0].swapaxes(1, 2) if call.drop_diagonal else None
+    n2_BTK11 = jnp.sum(own_BTK1E * own_BTK1E, axis=-1, keepdims=True)
+    kept_BKT = jnp.logical_not(call.exact(n2_BTK11))[..., 0, 0].swapaxes(1, 2) if call.drop_diagonal else None
     y_BTHE, lse_BHT = _with_sinks(sinks_H, *attend(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT))
     y_BTKGE = group(y_BTHE, K).astype(wide)
-    c_BTKG1 = jnp.sum(y_BTKGE * own_BTK1E, axis=-1, keepdims=True) * inverse_BTK11
+    c_BTKG1 = jnp.sum(y_BTKGE * own_BTK1E, axis=-1, keepdims=True) * call.inverse(n2_BTK11)
     alpha = 1 if alpha_H is None else alpha_H.reshape(K, -1, 1)
     z_BTKGE = y_BTKGE - alpha * c_BTKG1 * own_BTK1E
     return z_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype), lse_BHT, c_BTKG1.reshape(q_BTHE.shape[:3]).swapaxes(1, 2)

@@ -48,14 +48,20 @@ class Call:
         """The mask without segments."""
         return MaskSpec(self.causal, self.window)
 
-    def inverse(self, n2: jax.Array, reciprocal: Callable = jnp.reciprocal) -> tuple[jax.Array, jax.Array]:
-        """1 / n2 by the zero rule, from |v|^2 in float32; and where that is the true 1 / |v|^2, so that z . v = 0."""
+    def inverse(self, n2: jax.Array, reciprocal: Callable[[jax.Array], jax.Array] = lambda n: 1 / n) -> jax.Array:
+        """1 / n2 by the zero rule, from |v|^2 in float32."""
         if self.zero_rule == "add":
-            return reciprocal(n2 + self.eps), jnp.zeros_like(n2, bool)
+            return reciprocal(n2 + self.eps)
         if self.zero_rule == "clamp":
-            return reciprocal(jnp.maximum(n2, self.eps)), n2 >= self.eps
-        live = n2 >= jnp.finfo(jnp.float32).tiny
-        return jnp.where(live, reciprocal(jnp.where(live, n2, 1)), 0), live
+            return reciprocal(jnp.maximum(n2, self.eps))
+        live = self.exact(n2)
+        return jnp.where(live, reciprocal(jnp.where(live, n2, 1)), 0)
+
+    def exact(self, n2: jax.Array) -> jax.Array:
+        """Whether `inverse` is 1 / |v|^2, so that z . v = 0."""
+        if self.zero_rule == "add":
+            return jnp.zeros_like(n2, bool)
+        return n2 >= (self.eps if self.zero_rule == "clamp" else jnp.finfo(jnp.float32).tiny)
 
 
 class Backend(NamedTuple):
@@ -64,7 +70,7 @@ class Backend(NamedTuple):
     forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H) -> z_BTHE, lse_BHT, c_BHT:
       own_BTKE are the values to project on, None without a projection, and c_BHT is then None too. segment_ids [B, S], sinks_H and
       alpha_H (None means 1) may be None. lse (sinks included) and c = (y . own) / n2 are float32, or float64 for float64; with
-      `call.drop_diagonal` y is without the diagonal, except in rows where `call.inverse` says that n2 is not |v|^2.
+      `call.drop_diagonal` y is without the diagonal, except in rows where `call.exact` says that n2 is not |v|^2.
 
     backward_main(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, dv_BTKE) -> dq, dk, dv:
       dy is in the dtype of q and delta = rowsum(y * dy). kept_BKT (bool) marks the rows that keep their diagonal; None: all do.
@@ -195,7 +201,7 @@ def _rows(call, z_BTHE, c_BHT, own_BTKE, alpha_H, dz_BTHE):
     alpha = 1.0 if alpha_H is None else alpha_H.reshape(K, -1, 1)
 
     n2 = jnp.sum(v * v, axis=-1, keepdims=True)
-    b, exact = call.inverse(n2)
+    b, exact = call.inverse(n2), call.exact(n2)
     live = 1.0 if call.zero_rule == "add" else exact.astype(wide)
     r = jnp.sum(dz * v, axis=-1, keepdims=True)
     # The kernels see dy in the dtype of q. delta must come from those same numbers, or their errors no longer cancel in dP - delta;

@@ -185,10 +185,10 @@ def _epilogue(plan: Plan, state, refs, buffer, row_smem, rows, head):
     row_smem[0, :] = m / LOG2E + jnp.log(total)
     if refs.own is not None:
         v = tile.load(buffer, plgpu.Layout.WGMMA).astype(jnp.float32)
-        b, exact = plan.call.inverse(jnp.sum(v * v, axis=1))
+        n2 = jnp.sum(v * v, axis=1)
         if plan.call.drop_diagonal:
-            y += along_rows(jnp.where(exact, 0.0, own_weight / total), y.shape) * v
-        c = b * jnp.sum(y * v, axis=1)
+            y += along_rows(jnp.where(plan.call.exact(n2), 0.0, own_weight / total), y.shape) * v
+        c = plan.call.inverse(n2) * jnp.sum(y * v, axis=1)
         row_smem[1, :] = c
         y -= along_rows(c if refs.alpha is None else refs.alpha[head] * c, y.shape) * v
     buffer[...] = y.astype(buffer.dtype)

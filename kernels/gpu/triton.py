@@ -11,8 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from kernels import fused
 from kernels.gpu import triton_body as body
-from kernels.gpu.spans import Plan, query_and_key_ids
-from kernels.gpu.spans import segment_spans as _segment_spans
+from kernels.gpu.spans import Plan, query_and_key_ids, segment_spans
 
 MAX_HEAD_DIM = 256
 
@@ -66,7 +65,7 @@ def _forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha
     tile = (tiles or default_tiles(E, q_BTHE.dtype.itemsize)).forward
     plan = _plan(call, q_BTHE, k_BSKE, segment_ids, tile)
     specs = _QuerySpecs(plan, q_BTHE, k_BSKE)
-    spans_BN2 = _segment_spans(plan, segment_ids, of_keys=False)
+    spans_BN2 = segment_spans(plan, segment_ids, of_keys=False)
     row = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
     has_own = own_BTKE is not None
     return pl.pallas_call(
@@ -101,7 +100,7 @@ def _backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta
 def _dq(call, q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, segment_ids, kept_BKT, tile, interpret):
     plan = _plan(call, q_BTHE, k_BSKE, segment_ids, tile)
     specs = _QuerySpecs(plan, q_BTHE, k_BSKE)
-    spans_BN2 = _segment_spans(plan, segment_ids, of_keys=False)
+    spans_BN2 = segment_spans(plan, segment_ids, of_keys=False)
     return pl.pallas_call(
         functools.partial(body.dq_kernel, plan),
         name="attention_dq",
@@ -128,7 +127,7 @@ def _dkv(call, q_BTHE, k_BSKE, v_BSKE, dy_BTHE, lse_BHT, delta_BHT, segment_ids,
     plan = _plan(call, q_BTHE, k_BSKE, segment_ids, tile)
     (B, T, H, E), (S, K) = q_BTHE.shape, k_BSKE.shape[1:3]
     G, padded_t, padded_e = H // K, _round_up(T, plan.block_t), _padded_head_dim(E)
-    spans_BN2 = _segment_spans(plan, segment_ids, of_keys=True)
+    spans_BN2 = segment_spans(plan, segment_ids, of_keys=True)
     queries = pl.BlockSpec((None, padded_t, G, padded_e), lambda n, k, b: (b, 0, k, 0))
     rows = pl.BlockSpec((None, G, padded_t), lambda n, k, b: (b, k, 0))
     keys = pl.BlockSpec((None, plan.block_s, None, padded_e), lambda n, k, b: (b, n, k, 0))

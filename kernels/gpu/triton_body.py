@@ -45,7 +45,7 @@ def forward_kernel(
     kept_t = None
     if plan.call.drop_diagonal:
         v_tE = _load(own_ref.at[:, :], plan, rows < plan.T).astype(jnp.float32)
-        kept_t = jnp.logical_not(plan.call.inverse(jnp.sum(v_tE * v_tE, axis=1))[1])
+        kept_t = jnp.logical_not(plan.call.exact(jnp.sum(v_tE * v_tE, axis=1)))
 
     def step(j, masked, carry):
         acc_tE, m_t, l_t = carry
@@ -82,8 +82,7 @@ def forward_kernel(
     if own_ref is not None:
         # Loaded again: held in registers since the start, v would cost the main loop more than this load.
         v_tE = _load(own_ref.at[:, :], plan, rows < plan.T).astype(jnp.float32)
-        b_t, _ = plan.call.inverse(jnp.sum(v_tE * v_tE, axis=1))
-        c_t = b_t * jnp.sum(y_tE * v_tE, axis=1)
+        c_t = plan.call.inverse(jnp.sum(v_tE * v_tE, axis=1)) * jnp.sum(y_tE * v_tE, axis=1)
         _store_row(c_ref.at[:], c_t, rows < plan.T, plan.T % plan.block_t)
         y_tE = y_tE - (c_t if alpha_ref is None else alpha_ref[...] * c_t)[:, None] * v_tE
     _store_tile(z_ref.at[:, :], y_tE, plan, rows < plan.T, plan.T % plan.block_t)

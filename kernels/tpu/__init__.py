@@ -3,6 +3,8 @@
 import functools
 from typing import Any
 
+import jax
+
 from kernels import fused
 from kernels.tpu import backward, forward
 from kernels.tpu.schedule import Blocks
@@ -27,5 +29,5 @@ def backend(forward_blocks: Blocks | None = None, backward_blocks: Blocks | None
 
 
 def attention(*call: Any) -> Any:
-    """`fused.attention` by these kernels, compiled with the block sizes of the table."""
-    return fused.attention(backend(), *call)
+    """`kernels.attention`'s "tpu", with the block sizes of the table. On a CPU the kernels are interpreted: right, and slow."""
+    return fused.attention(backend(interpret=jax.default_backend() == "cpu"), *call)

@@ -80,7 +80,11 @@ def kernel(grid: Grid, at, kinds: frozenset[int], *refs):
         total.dv[...] = jnp.zeros_like(total.dv) if x.dv is None else x.dv[...]
 
     if not grid.triangular:
-        pl.when(flags & NEW != 0)(lambda: _open(grid.call, slice(0, bq), x, row, total))
+
+        @pl.when(flags & NEW != 0)
+        def _():
+            _open(grid.call, slice(0, bq), x, row, total)
+
     kind = flags & KIND
     if COMPUTE in kinds:
         pl.when(kind == COMPUTE)(lambda: _block(grid, None, x, row, total))
@@ -136,21 +140,22 @@ def _open(call: Call, own: slice, x: Inputs, row: Row, total: Scratch) -> jax.Ar
         return None
     v = x.v[own, :].astype(jnp.float32)
     n2 = _sum(v * v)
-    br = call.inverse(n2, tile.reciprocal)[0] * _sum(dz * v)
+    br = call.inverse(n2, tile.reciprocal) * _sum(dz * v)
     row.dy[own, :] = (dz - br * v).astype(row.dy.dtype)
     # delta = (z + c v) . dy, from the rounded dy: the main loop sees no other.
     dy = row.dy[own, :].astype(jnp.float32)
     row.delta[:, own] = tile.row(tile.pack(_sum(z * dy))) + x.c[:, own] * tile.row(tile.pack(_sum(v * dy)))
     total.dv[own, :] -= br * z
-    exact = tile.row(call.inverse(tile.pack(n2))[1].astype(jnp.float32)) > 0
+    exact = tile.row(call.exact(tile.pack(n2)).astype(jnp.float32)) > 0
     return jnp.where(exact, lax.broadcasted_iota(jnp.int32, exact.shape, 1) % LANES, -1)
 
 
 def _keep(call: Call, x: Inputs, total: Scratch):
     """The part of dv_self that `_keys` does not make, in rows that keep their diagonal: -c (dz + b r v)."""
     v, dz = x.v[...].astype(jnp.float32), x.dz[...].astype(jnp.float32)
-    b, exact = call.inverse(_sum(v * v), tile.reciprocal)
-    total.dv[...] -= jnp.where(exact, 0, tile.upright(x.c[...])) * (dz + b * _sum(dz * v) * v)
+    n2 = _sum(v * v)
+    kept_c = jnp.where(call.exact(n2), 0, tile.upright(x.c[...]))
+    total.dv[...] -= kept_c * (dz + call.inverse(n2, tile.reciprocal) * _sum(dz * v) * v)
 
 
 def _sum(x: jax.Array) -> jax.Array:

@@ -99,8 +99,8 @@ def forward(
         interpret=interpret,
         name="attention_forward" if own_BTKE is None else "xsa_forward",
     )(i, j, flags, loaded, arrays)
-    lse_BHT, c_BHT = (None if x is None else x[:, :, 0, :T] for x in (out.lse, out.c))
-    return out.z[:, :, :T].swapaxes(1, 2), lse_BHT, c_BHT
+    c_BHT = None if out.c is None else out.c[:, :, 0, :T]
+    return out.z[:, :, :T].swapaxes(1, 2), out.lse[:, :, 0, :T], c_BHT
 
 
 def _inputs(grid: Grid, at, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H) -> tuple[_Inputs, _Inputs]:
@@ -173,7 +173,7 @@ def _block(grid: Grid, start, x: _Inputs, t: _Scratch):
     rows = slice(0, grid.blocks.q)
     diagonal = None
     if start is not None and grid.call.drop_diagonal:
-        _, exact = grid.call.inverse(_length2(_own(x, rows)))
+        exact = grid.call.exact(_length2(_own(x, rows)))
         diagonal = jnp.where(exact, start[0] + lax.broadcasted_iota(jnp.int32, exact.shape, 0), -1)
     chunks = [slice(first, first + grid.blocks.compute) for first in range(0, grid.blocks.kv, grid.blocks.compute)]
     scores = [_scores(grid, start, rows, columns, x) for columns in chunks]
@@ -191,7 +191,7 @@ def _diagonal_block(grid: Grid, start, h, x: _Inputs, out: _Outputs, t: _Scratch
     All scores come first, and the longest rows: the compiler then has most to choose from.
     """
     strips = [slice(first, first + LANES) for first in reversed(range(0, grid.blocks.q, LANES))]
-    diagonals = [_project_on_own(grid.call, rows, x, t) for rows in strips]
+    diagonals = [_measure_own(grid.call, rows, x, t) for rows in strips]
     scores = [_scores(grid, start, rows, slice(0, rows.stop), x, clear=rows.start) for rows in strips]
     for rows, diagonal, s in zip(strips, diagonals, scores, strict=True):
         drop = None
@@ -201,16 +201,16 @@ def _diagonal_block(grid: Grid, start, h, x: _Inputs, out: _Outputs, t: _Scratch
         _close(grid.call, h, rows, x, out, t._replace(y=y, maximum=maximum, total=total))
 
 
-def _project_on_own(call: Call, rows: slice, x: _Inputs, t: _Scratch) -> jax.Array | None:
+def _measure_own(call: Call, rows: slice, x: _Inputs, t: _Scratch) -> jax.Array | None:
     """Prepares the projection of 128 rows. Returns, as [1, 128], which of these keys is itself left out of y by its row, or -1."""
     if t.own is None:
         return None
     t.own[rows, :] = own = _own(x, rows)
     n2 = _length2(own)
-    t.inverse[rows, :] = jnp.broadcast_to(call.inverse(n2, tile.reciprocal)[0], (LANES, LANES))
+    t.inverse[rows, :] = jnp.broadcast_to(call.inverse(n2, tile.reciprocal), (LANES, LANES))
     if not call.drop_diagonal:
         return None
-    exact = tile.row(call.inverse(tile.pack(n2))[1].astype(jnp.float32)) > 0
+    exact = tile.row(call.exact(tile.pack(n2)).astype(jnp.float32)) > 0
     return jnp.where(exact, lax.broadcasted_iota(jnp.int32, exact.shape, 1), -1)
 
 
@@ -263,7 +263,7 @@ def _close(call: Call, h, rows: slice, x: _Inputs, out: _Outputs, t: _Scratch):
     if call.zero_rule is not None:
         if t.own is None:
             own = _own(x, rows)
-            inverse = jnp.broadcast_to(call.inverse(_length2(own), tile.reciprocal)[0], (len(own), LANES))
+            inverse = jnp.broadcast_to(call.inverse(_length2(own), tile.reciprocal), (len(own), LANES))
         else:
             own, inverse = t.own[rows, :], t.inverse[rows, :]
         c = jnp.sum(y * own, axis=1, keepdims=True) * inverse

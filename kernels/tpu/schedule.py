@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from kernels.fused import Call
+from kernels.spec import need
 
 LANES = 128
 # Bits of a step's flags. FIRST and LAST of the steps on the outer loop's block, NEW and DONE of those on the inner loop's;
@@ -24,7 +25,7 @@ KIND = COMPUTE | MASKED | DIAGONAL
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Block sizes. Multiples of 128, or at most 128 altogether; `compute` divides `kv`.
+    """Block sizes, multiples of 128; `compute` divides `kv`.
 
     Attributes:
       q: query rows of a block.
@@ -36,9 +37,13 @@ class Blocks:
     kv: int
     compute: int
 
+    def __post_init__(self):
+        need(all(size > 0 and size % LANES == 0 for size in (self.q, self.kv, self.compute)), "Blocks", self, "multiples of 128")
+        need(self.kv % self.compute == 0, "Blocks", self, "compute to divide kv")
+
     @property
     def diagonal(self) -> int:
-        """Keys at a time where a block of queries meets its own: the fewer, the less is computed of the half that is hidden."""
+        """Keys at a time of a backward block on the diagonal: the fewer, the less is computed of the half that is hidden."""
         return 256 if self.compute % 256 == 0 else self.compute
 
     def fit(self, T: int, S: int) -> "Blocks":

@@ -95,14 +95,6 @@ def pack(x_column: jax.Array) -> jax.Array:
     return jnp.concatenate(packed, axis=0)
 
 
-def column(packed: jax.Array) -> jax.Array:
-    """What was packed, [n, 1] again."""
-    registers = [
-        packed[first : first + SUBLANES, k : k + 1] for first in range(0, len(packed), SUBLANES) for k in range(0, LANES, SUBLANES)
-    ]
-    return jnp.concatenate(registers, axis=0)
-
-
 def row(packed: jax.Array) -> jax.Array:
     """What was packed, as [1, n]."""
     sublane, lane = (lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1))

@@ -31,11 +31,11 @@ def dense_forward(call, q, k, v, own, segment_ids, sinks_H, alpha_H):
     lse = jax.nn.logsumexp(s, axis=-1)
     if own is None:
         return jnp.einsum("BKGTS,BSKE->BTKGE", p, v).reshape(q.shape), lse, None
-    b, exact = call.inverse(jnp.sum(own * own, -1))
+    n2 = jnp.sum(own * own, -1)
     if call.drop_diagonal:
-        p = _without_diagonal(p, ~exact.swapaxes(1, 2))
+        p = _without_diagonal(p, ~call.exact(n2).swapaxes(1, 2))
     y = jnp.einsum("BKGTS,BSKE->BTKGE", p, v)
-    c = jnp.einsum("BTKGE,BTKE->BTKG", y, own) * b[..., None]
+    c = jnp.einsum("BTKGE,BTKE->BTKG", y, own) * call.inverse(n2)[..., None]
     alpha = 1 if alpha_H is None else alpha_H.reshape(K, -1)
     z = y - (alpha * c)[..., None] * own[:, :, :, None]
     return z.reshape(q.shape), lse, jnp.moveaxis(c, 1, -1).reshape(B, H, T)

@@ -4,6 +4,7 @@ And the tables of `kernels/README.md` are what one run of the benchmarks stored.
 """
 
 import json
+import re
 import subprocess
 import sys
 
@@ -53,6 +54,14 @@ def test_device_script(tmp_path):
 def test_readme_has_the_table_that_was_stored(stored, part, table):
     result = json.loads((REPO / f"benchmarks/results/{stored}.json").read_text())
     assert table(result[part]) in (REPO / "kernels/README.md").read_text()
+
+
+def test_stored_cost_is_of_a_pinned_compiler():
+    """With another libtpu `make gates` has nothing to compare with: store the costs anew when the lock changes."""
+    stored = json.loads((REPO / "benchmarks/results/tpu_bundles.json").read_text())["versions"]
+    lock = (REPO / "requirements-gates.lock").read_text()
+    assert re.search(rf"^libtpu=={re.escape(stored['libtpu'])} ; python_full_version < '3.12'", lock, re.MULTILINE)
+    assert re.search(rf"^jax=={re.escape(stored['jax'])} ; python_full_version < '3.12'", lock, re.MULTILINE)
 
 
 def test_accuracy_has_every_column(tmp_path, monkeypatch, capsys):

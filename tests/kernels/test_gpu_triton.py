@@ -242,7 +242,7 @@ def test_spans(T, S, t, s, causal, window, drop):
 def test_segment_spans():
     ids = jnp.asarray([[0] * 20 + [1] * 25 + [2] * 19], jnp.int32)
     plan = spans.Plan(fused.Call(False, None, None, 1.0, None, 0.0, False), 64, 64, 16, 16, 8, segments=True)
-    assert triton._segment_spans(plan, ids, of_keys=False).tolist() == [[[0, 3], [0, 6], [2, 8], [5, 8]]]
-    assert triton._segment_spans(plan, ids, of_keys=True).tolist() == [
+    assert spans.segment_spans(plan, ids, of_keys=False).tolist() == [[[0, 3], [0, 6], [2, 8], [5, 8]]]
+    assert spans.segment_spans(plan, ids, of_keys=True).tolist() == [
         [[0, 2], [0, 2], [0, 3], [1, 3], [1, 3], [1, 4], [2, 4], [2, 4]]
     ]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
@@ -71,6 +72,26 @@ def test_block_sizes_do_not_matter(blocks):
     x = arrays(B=1)
     variant = Variant(MaskSpec(window=150), "clamp", eps=1e-2)
     assert_close(run(tpu.backend(blocks, blocks, interpret=True), x, variant), expected(x, variant), 5e-6)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("blocks", "expected"), [((100, 128, 128), "multiples of 128"), ((128, 256, 384), "to divide kv")])
+def test_block_sizes_are_checked(blocks, expected):
+    with pytest.raises(ValueError, match=expected):
+        tpu.Blocks(*blocks)
+
+
+@pytest.mark.fast
+def test_division_on_older_chips(monkeypatch):
+    """A guess, which is 8 bits good when interpreted, and one step of Newton."""
+    monkeypatch.setattr(tile, "_divides_slowly", lambda: True)
+    x = np.geomspace(1e-12, 1e12, 1024, dtype=np.float32).reshape(8, 128)
+
+    def kernel(x_ref, out_ref):
+        out_ref[...] = tile.reciprocal(x_ref[...])
+
+    found = pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+    np.testing.assert_allclose(found, 1 / x, rtol=2e-5)
 
 
 def test_dq_that_does_not_fit_is_made_in_chunks(monkeypatch):
