@@ -113,10 +113,12 @@ def _diagonal_block(grid: Grid, starts, x: Inputs, row: Row, total: Scratch):
     """The queries of a block on their own keys, the last ones first: no query before these keys sees them."""
     size = grid.blocks.diagonal
     kept = jnp.array(False)
+    # The matrix unit would wait for the first `_open`: these, the last scores to be used, need nothing of it.
+    s = tile.scores(grid.call, x.q[...], x.k[:size, :], keys_first=True)
     for first in reversed(range(0, grid.blocks.kv, size)):
         own = slice(first, first + size)
         diagonal = _open(grid.call, own, x, row, total)
-        _keys(grid, starts, own, slice(first, grid.blocks.q), x, row, total, diagonal)
+        _keys(grid, starts, own, slice(first, grid.blocks.q), x, row, total, diagonal, None if first else s)
         if diagonal is not None:
             kept |= jnp.min(diagonal.astype(jnp.float32)) < 0
     if x.c is not None:
@@ -162,11 +164,14 @@ def _sum(x: jax.Array) -> jax.Array:
     return jnp.sum(x, axis=1, keepdims=True)
 
 
-def _keys(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, row: Row, total: Scratch, diagonal=None):
-    """Some keys, in sublanes, and the queries that may see them; `diagonal` as `_open` returns it, if the first are these keys."""
+def _keys(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, row: Row, total: Scratch, diagonal=None, s=None):
+    """Some keys, in sublanes, and the queries that may see them; `diagonal` as `_open` returns it, if the first are these keys.
+
+    `s`: the scores, where they are made already.
+    """
     call = grid.call
     q, dy, k, v = x.q[queries, :], row.dy[queries, :], x.k[keys, :], x.v[keys, :]
-    s = tile.scores(call, q, k, keys_first=True)
+    s = tile.scores(call, q, k, keys_first=True) if s is None else s
     p = jnp.exp2(s - x.lse[:, queries] * LOG2E)
     dp = tile.dot(v, dy, tile.NT)
     p_dv = p
