@@ -45,7 +45,8 @@ def default_tiles(head_dim: int, itemsize: int) -> Tiles:
         return Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
     if head_dim <= 128:
         return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2))
-    return Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1))
+    # With one stage the tiles would go to shared memory through registers, and there are none left.
+    return Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2))
 
 
 @functools.cache

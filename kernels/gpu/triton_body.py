@@ -154,17 +154,20 @@ def dkv_kernel(
             delta_t = plgpu.load(delta_ref.at[g, at], **row)
             s_st, unit = _scores(plan, _dot(k_sE, q_tE, ((1,), (1,))))
             p_st = jnp.exp2(s_st * unit - lse_t[None, :])
-            dp_st = _dot(v_sE, dy_tE, ((1,), (1,)))
-            summed_st = p_st
+            summed_st, dropped_st = p_st, None
             if masked:
                 q_ids_t = None if q_ids_ref is None else _load_ids(q_ids_ref.at[at], inside)
                 p_st = summed_st = jnp.where(_seen(plan, rows, columns, q_ids_t, k_ids_s, transpose=True), p_st, 0.0)
                 if plan.call.drop_diagonal:
                     dropped_st = _dropped(plan, rows, columns, kept_s, transpose=True)
-                    dp_st = jnp.where(dropped_st, 0.0, dp_st)
                     summed_st = jnp.where(dropped_st, 0.0, p_st)
+            # Before dp, else the capped scores stay in registers beside it and both accumulators, and registers spill.
+            p_st = _through_softcap(plan, p_st, s_st)
+            dp_st = _dot(v_sE, dy_tE, ((1,), (1,)))
+            if dropped_st is not None:
+                dp_st = jnp.where(dropped_st, 0.0, dp_st)
             dv_sE = dv_sE + _dot(summed_st.astype(dy_tE.dtype), dy_tE, ((1,), (0,)))
-            ds_st = _through_softcap(plan, p_st * (dp_st - delta_t[None, :]), s_st)
+            ds_st = p_st * (dp_st - delta_t[None, :])
             return dk_sE + _dot(ds_st.astype(q_tE.dtype), q_tE, ((1,), (0,))), dv_sE
 
         return _sweep(plan, spans, step, carry)

@@ -50,6 +50,7 @@ TRITON = {
     "full 128": ({"causal": False}, 128, 4, 1, 2048, "bfloat16"),
     "everything 128": (EVERYTHING, 128, 8, 2, 2000, "bfloat16"),
     "causal 96": ({}, 96, 4, 4, 1000, "float16"),
+    "everything 96": (EVERYTHING, 96, 8, 2, 2000, "bfloat16"),
     "causal 256": ({}, 256, 4, 2, 1024, "bfloat16"),
     "float32 64": ({}, 64, 4, 2, 1024, "float32"),
 }
