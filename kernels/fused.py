@@ -3,7 +3,7 @@
 A backend brings two functions. Its forward kernel ends each query row with the projection and saves, beside z and the
 log-sum-exp, one number c = (y . v) / n2 per row instead of y, because y = z + alpha c v. The backward pass then has two steps:
 `_rows` below, which turns dz into dy and needs no other token, and the backend's main loop, which is FlashAttention's with dy in
-place of dz.
+place of dz. A backend may bring both in one.
 
 The projection removes whatever multiple of v_i is in y_i, so the weight of token i on itself need not enter y_i at all.
 `Call.drop_diagonal` says that the kernels use this: they leave p_ii v_i out of y_i (the softmax still counts it) and, in the

@@ -16,7 +16,7 @@ from kernels.fused import Call
 
 def attention(*call):
     """`kernels.attention`'s "splash": its forward pass, and the backward pass of "tpu"; on a CPU both interpreted."""
-    return fused.attention(_backend(interpret=jax.default_backend() == "cpu"), *call)
+    return fused.attention(_backend(interpret=tpu.interpreted()), *call)
 
 
 @functools.cache

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 
 from kernels import fused
-from kernels.tpu import backward, forward
+from kernels.tpu import backward, forward, tile
 from kernels.tpu.schedule import Blocks
 
-__all__ = ["Blocks", "attention", "backend"]
+__all__ = ["Blocks", "attention", "backend", "interpreted"]
 
 
 @functools.cache
@@ -29,5 +29,10 @@ def backend(forward_blocks: Blocks | None = None, backward_blocks: Blocks | None
 
 
 def attention(*call: Any) -> Any:
-    """`kernels.attention`'s "tpu", with the block sizes of the table. On a CPU the kernels are interpreted: right, and slow."""
-    return fused.attention(backend(interpret=jax.default_backend() == "cpu"), *call)
+    """`kernels.attention`'s "tpu", with the block sizes of the table."""
+    return fused.attention(backend(interpret=interpreted()), *call)
+
+
+def interpreted() -> bool:
+    """Whether kernels are to be interpreted, which is right and slow: on a CPU, unless the mesh is of TPUs."""
+    return jax.default_backend() == "cpu" and tile.generation() is None

@@ -25,7 +25,7 @@ from kernels.tpu import schedule
 from kernels.tpu.backward_body import Inputs, Scratch, Steps
 from kernels.tpu.schedule import COMPUTE, DIAGONAL, DONE, LANES, MASKED, NEW, Blocks, Grid
 
-# What a row keeps in VMEM from its first visit to its last: dq in float32 and, with the projection, dy.
+# For what rows keep in VMEM from their first visit to their last: dq in float32 and, with the projection, dy.
 ROW_BYTES = 24 * 2**20
 VMEM_BYTES = 48 * 2**20
 
@@ -74,8 +74,10 @@ def backward_main(
 def _in_chunks(blocks: Blocks, interpret, call: Call, k_BSKE, v_BSKE, segment_ids, rows: dict[str, Any], dv_BTKE):
     """dq, dk, dv and delta, from as many query rows at a time as fit into VMEM."""
     (_, T, H, E), (_, S, K, _) = rows["q"].shape, k_BSKE.shape
-    fits = ROW_BYTES // (H // K * blocks.q * max(E, LANES) * (4 + rows["q"].dtype.itemsize))
-    size = max(fits, 1) * blocks.q
+    row_bytes = H // K * max(E, LANES) * (4 + (0 if rows.get("c") is None else rows["q"].dtype.itemsize))
+    while blocks.q > LANES and blocks.q * row_bytes > ROW_BYTES:  # many query heads on a KV head
+        blocks = blocks.fit(blocks.q // 2, blocks.q // 2)
+    size = max(ROW_BYTES // (blocks.q * row_bytes), 1) * blocks.q
     parts = []
     for first in range(0, T, size):
         t = slice(first, min(first + size, T))

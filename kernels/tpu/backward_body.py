@@ -16,8 +16,9 @@ from kernels.tpu.tile import LOG2E
 class Inputs(NamedTuple):
     """Arrays, their block specs, or the kernel's references to them; None where a call does not have them.
 
-    The rows of q, dz, z, lse, c and delta are those of all query heads of a KV head, one head after the other. Either there is
-    `z`, and the kernel makes dy and delta, or `dz` is dy already and `delta` is given.
+    The rows of q, dz, z, lse, c and delta are those of all query heads of a KV head, one head after the other. With `z` and `c`
+    the kernel makes dy and delta; with `z` alone there is no projection, so that `dz` is dy, and it makes delta; with neither
+    `dz` is dy and `delta` is given.
     """
 
     q: Any
@@ -120,14 +121,15 @@ def _diagonal_block(grid: Grid, starts, x: Inputs, row: Row, total: Scratch):
         diagonal = _open(grid.call, own, x, row, total)
         _keys(grid, starts, own, slice(first, grid.blocks.q), x, row, total, diagonal, None if first else s)
         if diagonal is not None:
-            kept |= jnp.min(diagonal.astype(jnp.float32)) < 0
+            position = starts[0] + first + lax.broadcasted_iota(jnp.int32, diagonal.shape, 1)
+            kept |= jnp.min(jnp.where(position < grid.S, diagonal, 0).astype(jnp.float32)) < 0
     if x.c is not None:
         pl.when(kept)(lambda: _keep(grid.call, x, total))
 
 
 def _open(call: Call, own: slice, x: Inputs, row: Row, total: Scratch) -> jax.Array | None:
-    """Rows at their first visit: leaves in VMEM what the next ones need. With a projection returns, as [1, rows], which key of the
-    128 that a row is among it is itself, or -1 where it keeps its diagonal; without one None.
+    """Rows at their first visit: leaves in VMEM what the next ones need. With a projection returns, as [1, rows], the key that is
+    the row's own, counted within its 128 keys, or -1 where the row keeps its diagonal; without one None.
 
     The formulas are those of `fused._rows`, at alpha = 1. Of dv_self = -(c dy + b r z) the part with c is made with the products
     of weights.

@@ -129,17 +129,21 @@ def with_segments(
 ) -> tuple[jax.Array, jax.Array]:
     """`flags` and `loaded` for the N steps or, with segments, for those of every row of the batch, [B * N].
 
+    Pairs whose ranges of ids do not meet compute nothing. They read what the step before them read, which costs no copy, except
+    where a block of rows is NEW: there every array must be the block's own.
+
     Args:
-      segment_ids: int32 [B, S] or None. i: the query block of each step; j: its key block. loaded: the block that the kernel's
-      inner loop reads at each step. Pairs whose ranges of ids do not meet compute nothing, and read
-        what the step before them read, which costs no copy.
+      segment_ids: int32 [B, S] or None.
+      i: the query block of each step.
+      j: its key block.
+      loaded: the block that the kernel's inner loop reads.
     """
     if segment_ids is None:
         return jnp.asarray(flags), jnp.asarray(loaded)
     q_ids, k_ids = padded_ids(segment_ids, grid)
     q_ids, k_ids = (x.reshape(len(x), -1, size) for x, size in ((q_ids, grid.blocks.q), (k_ids, grid.blocks.kv)))
     meet_BN = (q_ids.min(2)[:, i] <= k_ids.max(2)[:, j]) & (k_ids.min(2)[:, j] <= q_ids.max(2)[:, i])
-    steps = jnp.where(meet_BN, np.arange(len(i), dtype=np.int32), 0)
+    steps = jnp.where(meet_BN | (flags & NEW != 0), np.arange(len(i), dtype=np.int32), 0)
     flags_BN = jnp.where(meet_BN, flags | MASKED, flags & ~COMPUTE)
     return flags_BN.reshape(-1), jnp.asarray(loaded)[lax.cummax(steps, axis=1)].reshape(-1)
 

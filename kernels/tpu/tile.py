@@ -54,17 +54,18 @@ def both(a: jax.Array | None, b: jax.Array) -> jax.Array:
 
 def reciprocal(x: jax.Array) -> jax.Array:
     """1 / x of positive numbers. Up to v5 an exact division takes ten instructions, most of them for 0, infinity and denormals."""
-    if not _divides_slowly():
+    if (generation() or 6) > 5:
         return 1 / x
     guess = pl.reciprocal(x, approx=True)
     return guess * (2 - x * guess)  # Newton
 
 
-def _divides_slowly() -> bool:
+def generation() -> int | None:
+    """Of the TPU that a program is traced for, by the mesh or by jax's default backend; None where neither is a TPU."""
     try:
-        return pltpu.get_tpu_info().generation < 6
-    except ValueError:  # no TPU: interpreted
-        return False
+        return pltpu.get_tpu_info().generation
+    except ValueError:
+        return None
 
 
 def join(parts: list[jax.Array], axis: int) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from kernels import MaskSpec, tpu
 from kernels.tpu import backward, backward_body, tile
 from tests.kernels import cases
-from tests.kernels.cases import Variant, assert_close, expected, rounded
+from tests.kernels.cases import Variant, assert_close, expected, regimes, relative, rounded
 from tests.kernels.test_fused import XSA, run
 
 SMALL = tpu.Blocks(128, 128, 128)
@@ -40,6 +40,9 @@ FEATURES = {
     "segments": lambda x: Variant(MaskSpec(segment_ids=jnp.asarray(x["segment_ids"])), "clamp", eps=1e-2),
     "full segments": lambda x: Variant(
         MaskSpec(causal=False, segment_ids=jnp.asarray(x["segment_ids"])), "exact", sinks=x["sinks"]
+    ),
+    "full segments, no projection": lambda x: Variant(
+        MaskSpec(causal=False, segment_ids=jnp.asarray(x["segment_ids"])), sinks=x["sinks"]
     ),
     "alpha": lambda x: Variant(rule="clamp", eps=1e-2, alpha=x["alpha"]),
     "add": lambda x: Variant(rule="add", eps=1e-2),
@@ -84,7 +87,7 @@ def test_block_sizes_are_checked(blocks, expected):
 @pytest.mark.fast
 def test_division_on_older_chips(monkeypatch):
     """A guess, which is 8 bits good when interpreted, and one step of Newton."""
-    monkeypatch.setattr(tile, "_divides_slowly", lambda: True)
+    monkeypatch.setattr(tile, "generation", lambda: 5)
     x = np.geomspace(1e-12, 1e12, 1024, dtype=np.float32).reshape(8, 128)
 
     def kernel(x_ref, out_ref):
@@ -94,30 +97,12 @@ def test_division_on_older_chips(monkeypatch):
     np.testing.assert_allclose(found, 1 / x, rtol=2e-5)
 
 
-def test_dq_that_does_not_fit_is_made_in_chunks(monkeypatch):
-    monkeypatch.setattr(backward, "ROW_BYTES", 2 * 128 * 128 * 8)  # one block of the two query heads
+@pytest.mark.parametrize("size", [128, 256])
+def test_rows_that_do_not_fit_come_in_chunks_and_smaller_blocks(monkeypatch, size):
+    monkeypatch.setattr(backward, "ROW_BYTES", 2 * 128 * 128 * 8)  # 128 rows of the two query heads
+    blocks = tpu.Blocks(size, size, 128)
     x = arrays(B=1)
-    assert_close(run(INTERPRETED, x, XSA), expected(x, XSA), 5e-6)
-
-
-def regimes(common):
-    """bfloat16 inputs with one batch row for each mean self weight in .02, .3, .7, .9, .997; values have a mean `common`."""
-    x = cases.arrays(B=5, T=256, H=2, K=2, E=64)
-    x["k"] += np.array(PULLS)[:, None, None, None] * x["q"] / 4
-    x["v"] += common * np.random.default_rng(1).normal(size=64)
-    return rounded(x, jnp.bfloat16)
-
-
-PULLS = (0.0, 2.0, 3.2, 4.4, 8.0)
-
-
-def relative(got, want):
-    """|error| / |value| of z, dq, dk and dv in each batch row."""
-
-    def norms(x):
-        return np.linalg.norm(np.asarray(x, np.float64).reshape(5, -1), axis=1)
-
-    return np.stack([norms(np.asarray(got[name], np.float64) - want[name]) / norms(want[name]) for name in ("z", "dq", "dk", "dv")])
+    assert_close(run(tpu.backend(blocks, blocks, interpret=True), x, XSA), expected(x, XSA), 5e-6)
 
 
 @pytest.mark.parametrize("common", [0.0, 2.0])
