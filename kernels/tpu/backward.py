@@ -103,7 +103,7 @@ def _chunk(grid: Grid, interpret, k_BSKE, v_BSKE, segment_ids, rows: dict[str, j
     specs, written, every_row = _specs(grid, at, arrays)
     wide = jnp.float32
     scratch = Scratch(*(pltpu.VMEM((length, E), wide) for length in (G * grid.padded_T, bkv, bkv)))
-    if arrays.c is not None:
+    if "c" in rows:
         scratch = scratch._replace(dy=pltpu.VMEM((G * grid.padded_T, E), arrays.q.dtype))
     cells = B * K * len(steps.i) * bq * bkv
     dq, dk, dv, delta = pl.pallas_call(
@@ -119,7 +119,7 @@ def _chunk(grid: Grid, interpret, k_BSKE, v_BSKE, segment_ids, rows: dict[str, j
             jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
             jax.ShapeDtypeStruct(arrays.k.shape, wide if partial else k_BSKE.dtype),
             jax.ShapeDtypeStruct(arrays.v.shape, wide if partial else v_BSKE.dtype),
-            jax.ShapeDtypeStruct(arrays.lse.shape, wide),
+            jax.ShapeDtypeStruct((B, K, 1, G * grid.padded_T), wide),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
@@ -139,17 +139,20 @@ def _arrays(grid: Grid, k_BSKE, v_BSKE, segment_ids, rows: dict[str, jax.Array],
     """What the kernel reads, padded to whole blocks."""
     B, _, K, E = k_BSKE.shape
 
-    def by_group(name, fill=0.0):
-        if (x := rows.get(name)) is None:
-            return None
-        if x.ndim == 4:
-            return schedule.rows_first(x, grid.padded_T).reshape(B, K, -1, E)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, grid.padded_T - grid.T)), constant_values=fill).reshape(B, K, 1, -1)
+    def by_group(x_BTHE):
+        return schedule.rows_first(x_BTHE, grid.padded_T).reshape(B, K, -1, E)
 
-    # An infinite log-sum-exp keeps the weights of padded rows 0.
-    numbers = {"lse": by_group("lse", jnp.inf)} | {name: by_group(name) for name in ("z", "c", "delta")}
+    def padded(x_BHT, fill=0.0):
+        return jnp.pad(x_BHT, ((0, 0), (0, 0), (0, grid.padded_T - grid.T)), constant_values=fill)
+
+    # An infinite log-sum-exp keeps the weights of padded rows 0. XLA sees that the two came in one array, and copies nothing.
+    stats = [padded(rows["lse"], jnp.inf), *(padded(rows[name]) for name in ("c",) if name in rows)]
     k, v = (schedule.rows_first(x, grid.padded_S) for x in (k_BSKE, v_BSKE))
-    arrays = Inputs(q=by_group("q"), dz=by_group("dz"), k=k, v=v, **numbers)
+    arrays = Inputs(q=by_group(rows["q"]), dz=by_group(rows["dz"]), k=k, v=v, stats=jnp.stack(stats, axis=2))
+    if "z" in rows:
+        arrays = arrays._replace(z=by_group(rows["z"]))
+    if "delta" in rows:
+        arrays = arrays._replace(delta=padded(rows["delta"]).reshape(B, K, 1, -1))
     if "kept" in rows:
         diagonal = jnp.where(rows["kept"], -1, grid.offset + jnp.arange(grid.T, dtype=jnp.int32))
         diagonal = jnp.pad(diagonal, ((0, 0), (0, 0), (0, grid.padded_T - grid.T)), constant_values=-1)
@@ -164,7 +167,8 @@ def _arrays(grid: Grid, k_BSKE, v_BSKE, segment_ids, rows: dict[str, jax.Array],
 
 def _specs(grid: Grid, at, arrays: Inputs) -> tuple[Inputs, pl.BlockSpec, pl.BlockSpec]:
     """The block specs of the inputs, of dq, and of the numbers that all rows of a KV head keep in VMEM."""
-    bq, bkv, E = grid.blocks.q, grid.blocks.kv, arrays.q.shape[-1]
+    (_, _, num_rows, E), num_stats = arrays.q.shape, arrays.stats.shape[2]
+    G, bq, bkv = num_rows // grid.padded_T, grid.blocks.q, grid.blocks.kv
 
     def rows(which):
         return pl.BlockSpec((None, None, bq, E), lambda b, k, n, *steps: (b, k, which(b, n, Steps(*steps)), 0))
@@ -178,15 +182,18 @@ def _specs(grid: Grid, at, arrays: Inputs) -> tuple[Inputs, pl.BlockSpec, pl.Blo
     def new(b, n, steps):
         return steps.new[n]
 
+    def stats(b, k, n, *steps):
+        head, i = divmod(loaded(b, n, Steps(*steps)), grid.padded_T // bq)
+        return b, k * G + head, 0, i
+
     keys = pl.BlockSpec((None, None, bkv, E), lambda b, k, n, *steps: (b, k, Steps(*steps).j[n], 0))
     specs = Inputs(
         q=rows(loaded),
-        dz=rows(loaded if arrays.c is None else new),
-        lse=numbers(loaded),
+        dz=rows(loaded if num_stats == 1 else new),
+        stats=pl.BlockSpec((None, None, num_stats, bq), stats),
         k=keys,
         v=keys,
         z=rows(new),
-        c=numbers(new),
         delta=numbers(new),
         diagonal=numbers(lambda b, n, steps: steps.i[n]),
         dv=keys,
@@ -194,7 +201,7 @@ def _specs(grid: Grid, at, arrays: Inputs) -> tuple[Inputs, pl.BlockSpec, pl.Blo
         k_ids=pl.BlockSpec((None, bkv, LANES), lambda b, k, n, *steps: (b, Steps(*steps).j[n], 0)),
     )
     specs = Inputs(*(None if x is None else spec for x, spec in zip(arrays, specs, strict=True)))
-    every_row = pl.BlockSpec((None, None, 1, arrays.lse.shape[-1]), lambda b, k, n, *_: (b, k, 0, 0))
+    every_row = pl.BlockSpec((None, None, 1, num_rows), lambda b, k, n, *_: (b, k, 0, 0))
     return specs, rows(lambda b, n, steps: steps.written[n]), every_row
 
 

@@ -16,18 +16,17 @@ from kernels.tpu.tile import LOG2E
 class Inputs(NamedTuple):
     """Arrays, their block specs, or the kernel's references to them; None where a call does not have them.
 
-    The rows of q, dz, z, lse, c and delta are those of all query heads of a KV head, one head after the other. With `z` and `c`
-    the kernel makes dy and delta; with `z` alone there is no projection, so that `dz` is dy, and it makes delta; with neither
-    `dz` is dy and `delta` is given.
+    The rows of q, dz, z and delta are those of all query heads of a KV head, one head after the other. `stats` are the log-sum-exp
+    and, where the kernel projects, c: then it makes dy and delta. With `z` but without c there is no projection, so that `dz` is
+    dy, and it makes delta; with neither `dz` is dy and `delta` is given.
     """
 
     q: Any
     dz: Any
-    lse: Any
+    stats: Any
     k: Any
     v: Any
     z: Any = None
-    c: Any = None
     delta: Any = None
     diagonal: Any = None
     dv: Any = None
@@ -123,7 +122,7 @@ def _diagonal_block(grid: Grid, starts, x: Inputs, row: Row, total: Scratch):
         if diagonal is not None:
             position = starts[0] + first + lax.broadcasted_iota(jnp.int32, diagonal.shape, 1)
             kept |= jnp.min(jnp.where(position < grid.S, diagonal, 0).astype(jnp.float32)) < 0
-    if x.c is not None:
+    if total.dy is not None:
         pl.when(kept)(lambda: _keep(grid.call, x, total))
 
 
@@ -139,7 +138,7 @@ def _open(call: Call, own: slice, x: Inputs, row: Row, total: Scratch) -> jax.Ar
         row.delta[:, own] = x.delta[:, own]
         return None
     z, dz = x.z[own, :].astype(jnp.float32), x.dz[own, :].astype(jnp.float32)
-    if x.c is None:
+    if total.dy is None:
         row.delta[:, own] = tile.row(tile.pack(_sum(z * dz)))
         return None
     v = x.v[own, :].astype(jnp.float32)
@@ -148,7 +147,7 @@ def _open(call: Call, own: slice, x: Inputs, row: Row, total: Scratch) -> jax.Ar
     row.dy[own, :] = (dz - br * v).astype(row.dy.dtype)
     # delta = (z + c v) . dy, from the rounded dy: the main loop sees no other.
     dy = row.dy[own, :].astype(jnp.float32)
-    row.delta[:, own] = tile.row(tile.pack(_sum(z * dy))) + x.c[:, own] * tile.row(tile.pack(_sum(v * dy)))
+    row.delta[:, own] = tile.row(tile.pack(_sum(z * dy))) + x.stats[1:, own] * tile.row(tile.pack(_sum(v * dy)))
     total.dv[own, :] -= br * z
     exact = tile.row(call.exact(tile.pack(n2)).astype(jnp.float32)) > 0
     return jnp.where(exact, lax.broadcasted_iota(jnp.int32, exact.shape, 1) % LANES, -1)
@@ -158,7 +157,7 @@ def _keep(call: Call, x: Inputs, total: Scratch):
     """The part of dv_self that `_keys` does not make, in rows that keep their diagonal: -c (dz + b r v)."""
     v, dz = x.v[...].astype(jnp.float32), x.dz[...].astype(jnp.float32)
     n2 = _sum(v * v)
-    kept_c = jnp.where(call.exact(n2), 0, tile.upright(x.c[...]))
+    kept_c = jnp.where(call.exact(n2), 0, tile.upright(x.stats[1:, :]))
     total.dv[...] -= kept_c * (dz + call.inverse(n2, tile.reciprocal) * _sum(dz * v) * v)
 
 
@@ -174,7 +173,7 @@ def _keys(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, row: Row, 
     call = grid.call
     q, dy, k, v = x.q[queries, :], row.dy[queries, :], x.k[keys, :], x.v[keys, :]
     s = tile.scores(call, q, k, keys_first=True) if s is None else s
-    p = jnp.exp2(s - x.lse[:, queries] * LOG2E)
+    p = jnp.exp2(s - x.stats[:1, queries] * LOG2E)
     dp = tile.dot(v, dy, tile.NT)
     p_dv = p
     if starts is not None:
@@ -182,8 +181,8 @@ def _keys(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, row: Row, 
         p_dv = p = _hide(grid, starts, keys, queries, x, p)
         # Tokens and themselves: without weight in dv and without dP. In dv -c in its place is the part -c dy of dv_self.
         if diagonal is not None:
-            p_dv = _fill_diagonal(p, diagonal, -x.c[:, keys])
-            dp = _fill_diagonal(dp, diagonal, jnp.zeros_like(x.c[:, keys]))
+            c = x.stats[1:, keys]
+            p_dv, dp = _fill_diagonal(p, diagonal, -c), _fill_diagonal(dp, diagonal, jnp.zeros_like(c))
         elif x.diagonal is not None:
             p_dv, dp = (jnp.where(tile.on_diagonal(k_position, x.diagonal[:, queries]), 0, kq) for kq in (p, dp))
     total.dv[keys, :] += tile.dot(p_dv.astype(dy.dtype), dy, tile.NN)

@@ -32,14 +32,6 @@ class _Inputs(NamedTuple):
     alpha: Any = None
 
 
-class _Outputs(NamedTuple):
-    """`c` only with a projection."""
-
-    z: Any
-    lse: Any
-    c: Any = None
-
-
 class _Scratch(NamedTuple):
     """Of each row: y before it is divided, the running maximum over 128 lanes, partial sums of the weights in as many, and, where
     the own values are those of the diagonal block, these in float32 and 1 / n2 over 128 lanes."""
@@ -74,22 +66,23 @@ def forward(
     at = functools.partial(schedule.at, None if segment_ids is None else len(i))
 
     arrays, specs = _inputs(grid, at, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H)
-    numbers = pl.BlockSpec((None, None, 1, bq), lambda b, h, n, i, *_: (b, h, 0, i[n]))
-    numbers_shape = jax.ShapeDtypeStruct((B, H, 1, grid.padded_T), jnp.float32)
-    out_specs = _Outputs(specs.q, numbers, None if own_BTKE is None else numbers)
-    out_shape = _Outputs(jax.ShapeDtypeStruct(arrays.q.shape, q_BTHE.dtype), *(spec and numbers_shape for spec in out_specs[1:]))
+    # The log-sum-exp and c in one array: a grid step pays for every output. The backward kernel reads them together.
+    num_stats = 1 if own_BTKE is None else 2
     widths = (E, LANES, LANES) if own_BTKE is None or arrays.own is not None else (E, LANES, LANES, E, LANES)
     cells = B * H * len(i) * bq * bkv
-    [out] = pl.pallas_call(
+    z_BHTE, stats_BHnT = pl.pallas_call(
         functools.partial(_kernel, grid, at, kinds),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(B, H, len(i)),
             in_specs=[specs],
-            out_specs=[out_specs],
+            out_specs=[specs.q, pl.BlockSpec((None, None, num_stats, bq), lambda b, h, n, i, *_: (b, h, 0, i[n]))],
             scratch_shapes=[_Scratch(*(pltpu.VMEM((bq, width), jnp.float32) for width in widths))],
         ),
-        out_shape=[out_shape],
+        out_shape=[
+            jax.ShapeDtypeStruct(arrays.q.shape, q_BTHE.dtype),
+            jax.ShapeDtypeStruct((B, H, num_stats, grid.padded_T), jnp.float32),
+        ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=4 * cells * E,
@@ -99,8 +92,8 @@ def forward(
         interpret=interpret,
         name="attention_forward" if own_BTKE is None else "xsa_forward",
     )(i, j, flags, loaded, arrays)
-    c_BHT = None if out.c is None else out.c[:, :, 0, :T]
-    return out.z[:, :, :T].swapaxes(1, 2), out.lse[:, :, 0, :T], c_BHT
+    lse_BHT, *c = (stats_BHnT[:, :, row, :T] for row in range(num_stats))
+    return z_BHTE[:, :, :T].swapaxes(1, 2), lse_BHT, c[0] if c else None
 
 
 def _inputs(grid: Grid, at, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H) -> tuple[_Inputs, _Inputs]:
@@ -133,7 +126,7 @@ def _inputs(grid: Grid, at, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks
     return arrays, specs
 
 
-def _kernel(grid: Grid, at, kinds: frozenset[int], i_ref, j_ref, flags_ref, _, x: _Inputs, out: _Outputs, t: _Scratch):
+def _kernel(grid: Grid, at, kinds: frozenset[int], i_ref, j_ref, flags_ref, _, x: _Inputs, z_ref, stats_ref, t: _Scratch):
     b, h, n = (pl.program_id(axis) for axis in range(3))
     flags = flags_ref[at(b, n)]
     start = grid.offset + i_ref[n] * grid.blocks.q, j_ref[n] * grid.blocks.kv
@@ -145,14 +138,14 @@ def _kernel(grid: Grid, at, kinds: frozenset[int], i_ref, j_ref, flags_ref, _, x
     if COMPUTE | MASKED in kinds:
         pl.when(kind == COMPUTE | MASKED)(lambda: _block(grid, start, x, t))
     if grid.triangular:  # the last block that the queries see is that of their own keys
-        pl.when(flags & LAST != 0)(lambda: _diagonal_block(grid, start, h, x, out, t))
+        pl.when(flags & LAST != 0)(lambda: _diagonal_block(grid, start, h, x, z_ref, stats_ref, t))
     else:
-        pl.when(flags & LAST != 0)(lambda: _finish(grid, h, x, out, t))
+        pl.when(flags & LAST != 0)(lambda: _finish(grid, h, x, z_ref, stats_ref, t))
 
 
-def _finish(grid: Grid, h, x: _Inputs, out: _Outputs, t: _Scratch):
+def _finish(grid: Grid, h, x: _Inputs, z_ref, stats_ref, t: _Scratch):
     rows = slice(0, grid.blocks.q)
-    _close(grid.call, h, rows, x, out, _Scratch(t.y[...], t.maximum[...], t.total[...]))
+    _close(grid.call, h, rows, x, z_ref, stats_ref, _Scratch(t.y[...], t.maximum[...], t.total[...]))
 
 
 def _open(h, x: _Inputs, t: _Scratch):
@@ -185,7 +178,7 @@ def _block(grid: Grid, start, x: _Inputs, t: _Scratch):
         t.y[...], t.maximum[...], t.total[...] = _attend(s, drop, rows, columns, x, t)
 
 
-def _diagonal_block(grid: Grid, start, h, x: _Inputs, out: _Outputs, t: _Scratch):
+def _diagonal_block(grid: Grid, start, h, x: _Inputs, z_ref, stats_ref, t: _Scratch):
     """The queries of a block and their own keys: 128 queries at a time, and of the keys those that one of them sees.
 
     All scores come first, and the longest rows: the compiler then has most to choose from.
@@ -198,7 +191,7 @@ def _diagonal_block(grid: Grid, start, h, x: _Inputs, out: _Outputs, t: _Scratch
         if diagonal is not None:
             drop = tile.on_diagonal(diagonal, lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0))
         y, maximum, total = _attend(s, drop, rows, slice(0, rows.stop), x, t)
-        _close(grid.call, h, rows, x, out, t._replace(y=y, maximum=maximum, total=total))
+        _close(grid.call, h, rows, x, z_ref, stats_ref, t._replace(y=y, maximum=maximum, total=total))
 
 
 def _measure_own(call: Call, rows: slice, x: _Inputs, t: _Scratch) -> jax.Array | None:
@@ -255,11 +248,11 @@ def _length2(own: jax.Array) -> jax.Array:
     return jnp.sum(own * own, axis=1, keepdims=True)
 
 
-def _close(call: Call, h, rows: slice, x: _Inputs, out: _Outputs, t: _Scratch):
+def _close(call: Call, h, rows: slice, x: _Inputs, z_ref, stats_ref, t: _Scratch):
     """Projects, divides by the sum of the weights and writes."""
     y, total = t.y, jnp.sum(t.total, axis=1, keepdims=True)
     packed = tile.pack(total)
-    out.lse[:, rows] = tile.row(tile.pack(t.maximum) * math.log(2) + jnp.log(packed))
+    stats_ref[:1, rows] = tile.row(tile.pack(t.maximum) * math.log(2) + jnp.log(packed))
     if call.zero_rule is not None:
         if t.own is None:
             own = _own(x, rows)
@@ -267,6 +260,6 @@ def _close(call: Call, h, rows: slice, x: _Inputs, out: _Outputs, t: _Scratch):
         else:
             own, inverse = t.own[rows, :], t.inverse[rows, :]
         c = jnp.sum(y * own, axis=1, keepdims=True) * inverse
-        out.c[:, rows] = tile.row(tile.pack(c) / packed)
+        stats_ref[1:, rows] = tile.row(tile.pack(c) / packed)
         y -= tile.lanes(c if x.alpha is None else x.alpha[h] * c, y.shape[1]) * own
-    out.z[rows, :] = (y * tile.reciprocal(total)).astype(out.z.dtype)
+    z_ref[rows, :] = (y * tile.reciprocal(total)).astype(z_ref.dtype)
