@@ -13,6 +13,7 @@ LOG2E = 1.4426950408889634
 NT = (((1,), (1,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
 TN = (((0,), (0,)), ((), ()))
+_RECIPROCAL = getattr(pltpu, "reciprocal", None) or pl.reciprocal  # jax 0.11 moved it
 
 
 def dot(a: jax.Array, b: jax.Array, dims) -> jax.Array:
@@ -56,7 +57,7 @@ def reciprocal(x: jax.Array) -> jax.Array:
     """1 / x of positive numbers. Up to v5 an exact division takes ten instructions, most of them for 0, infinity and denormals."""
     if (generation() or 6) > 5:
         return 1 / x
-    guess = pl.reciprocal(x, approx=True)
+    guess = _RECIPROCAL(x, approx=True)
     return guess * (2 - x * guess)  # Newton
 
 
