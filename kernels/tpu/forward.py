@@ -33,13 +33,12 @@ class _Inputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Of each row: y before it is divided, the running maximum over 128 lanes, partial sums of the weights in as many, and, where
-    the own values are those of the diagonal block, these in float32 and 1 / n2 over 128 lanes."""
+    """Of each row: y before it is divided, the running maximum over 128 lanes, partial sums of the weights in as many, and 1 / n2
+    over 128 lanes, where the own values are those of the diagonal block."""
 
     y: Any
     maximum: Any
     total: Any
-    own: Any = None
     inverse: Any = None
 
 
@@ -68,7 +67,7 @@ def forward(
     arrays, specs = _inputs(grid, at, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H)
     # The log-sum-exp and c in one array: a grid step pays for every output. The backward kernel reads them together.
     num_stats = 1 if own_BTKE is None else 2
-    widths = (E, LANES, LANES) if own_BTKE is None or arrays.own is not None else (E, LANES, LANES, E, LANES)
+    widths = (E, LANES, LANES) if own_BTKE is None or arrays.own is not None else (E, LANES, LANES, LANES)
     cells = B * H * len(i) * bq * bkv
     z_BHTE, stats_BHnT = pl.pallas_call(
         functools.partial(_kernel, grid, at, kinds),
@@ -196,10 +195,9 @@ def _diagonal_block(grid: Grid, start, h, x: _Inputs, z_ref, stats_ref, t: _Scra
 
 def _measure_own(call: Call, rows: slice, x: _Inputs, t: _Scratch) -> jax.Array | None:
     """Prepares the projection of 128 rows. Returns, as [1, 128], which of these keys is itself left out of y by its row, or -1."""
-    if t.own is None:
+    if t.inverse is None:
         return None
-    t.own[rows, :] = own = _own(x, rows)
-    n2 = _length2(own)
+    n2 = _length2(_own(x, rows))
     t.inverse[rows, :] = jnp.broadcast_to(call.inverse(n2, tile.reciprocal), (LANES, LANES))
     if not call.drop_diagonal:
         return None
@@ -254,11 +252,11 @@ def _close(call: Call, h, rows: slice, x: _Inputs, z_ref, stats_ref, t: _Scratch
     packed = tile.pack(total)
     stats_ref[:1, rows] = tile.row(tile.pack(t.maximum) * math.log(2) + jnp.log(packed))
     if call.zero_rule is not None:
-        if t.own is None:
-            own = _own(x, rows)
+        own = _own(x, rows)
+        if t.inverse is None:
             inverse = jnp.broadcast_to(call.inverse(_length2(own), tile.reciprocal), (len(own), LANES))
         else:
-            own, inverse = t.own[rows, :], t.inverse[rows, :]
+            inverse = t.inverse[rows, :]
         c = jnp.sum(y * own, axis=1, keepdims=True) * inverse
         stats_ref[1:, rows] = tile.row(tile.pack(c) / packed)
         y -= tile.lanes(c if x.alpha is None else x.alpha[h] * c, y.shape[1]) * own
