@@ -1,14 +1,17 @@
 """The one public function, and the check of what a call asks for."""
 
+import dataclasses
 import importlib.util
 import logging
+import numbers
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from kernels import reference, support, xla
-from kernels.spec import CAUSAL, MaskSpec, Projection, need
+from kernels.spec import CAUSAL, MaskSpec, Projection, check_projection, is_number, need
 
 Impl = Literal["auto", "reference", "xla", "cudnn", "splash", "tokamax", "tpu", "triton", "hopper"]
 log = logging.getLogger("kernels")
@@ -116,7 +119,10 @@ def attention(
         lengths=(q_BTHE.shape[1], k_BSKE.shape[1]),
         xsa=xsa,
     )
-    scale = q_BTHE.shape[-1] ** -0.5 if scale is None else scale
+    scale = q_BTHE.shape[-1] ** -0.5 if scale is None else float(scale)
+    softcap = None if softcap is None else float(softcap)
+    if mask.window is not None:  # a wider one hides nothing, and may be too large for an int32
+        mask = dataclasses.replace(mask, window=int(mask.window) if mask.window < k_BSKE.shape[1] else None)
     return IMPLEMENTATIONS[name](q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, mask, xsa, sinks_H, softcap, scale)
 
 
@@ -146,12 +152,13 @@ def check(
     dtype = jnp.dtype(dtype).name
     need(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
     need(
-        window is None or (isinstance(window, int) and window >= 1), "mask.window", window, "None or at least 1 (the token itself)"
+        window is None or (isinstance(window, numbers.Integral) and window >= 1),
+        "mask.window",
+        window,
+        "None or a Python integer of at least 1 (the token itself)",
     )
-    need(softcap is None or (_is_number(softcap) and softcap > 0), "softcap", softcap, "None or a positive number")
-    if xsa is not None:
-        need(xsa.zero_rule in ("clamp", "add", "exact"), "xsa.zero_rule", xsa.zero_rule, "'clamp', 'add' or 'exact'")
-        need(xsa.zero_rule == "exact" or (_is_number(xsa.eps) and xsa.eps > 0), "xsa.eps", xsa.eps, "a positive number")
+    need(softcap is None or (is_number(softcap) and softcap > 0), "softcap", softcap, "None or a positive Python number")
+    check_projection(xsa)
     need(impl == "auto" or impl in IMPLEMENTATIONS, "impl", impl, f"'auto' or one of {', '.join(IMPLEMENTATIONS)}")
     installed = impl != "tokamax" or importlib.util.find_spec("tokamax") is not None
     need(installed, "impl", "'tokamax', which is not installed", "another, or the package: pip install tokamax")
@@ -175,7 +182,13 @@ def _check_arrays(
     scale: float | None,
 ) -> None:
     need(isinstance(mask, MaskSpec), "mask", mask, "a MaskSpec")
-    need(xsa is None or isinstance(xsa, Projection), "xsa", xsa, "None or a Projection")
+    check_projection(xsa)
+    arrays = {"q_BTHE": q, "k_BSKE": k, "v_BSKE": v, "v_self_BTKE": v_self, "mask.segment_ids": mask.segment_ids, "sinks_H": sinks}
+    for name, x in arrays.items():
+        optional = name not in ("q_BTHE", "k_BSKE", "v_BSKE")
+        need(hasattr(x, "shape") or (optional and x is None), name, type(x).__name__, "an array")
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    need(AxisType.Explicit not in kinds, "the mesh", f"axes of types {kinds}", "AxisType.Auto: jax.make_mesh(..., axis_types=...)")
     need(q.ndim == 4, "q_BTHE", q.shape, "four axes [B, T, H, E]")
     B, T, H, E = q.shape
     need(k.ndim == 4 and k.shape[0] == B and k.shape[3] == E, "k_BSKE", k.shape, f"[{B}, S, K, {E}] to fit q_BTHE {q.shape}")
@@ -199,13 +212,9 @@ def _check_arrays(
         ids = mask.segment_ids
         need(ids.shape == (B, S), "mask.segment_ids", ids.shape, f"{(B, S)}")
         need(ids.dtype == jnp.int32, "mask.segment_ids", ids.dtype, "int32")
-    need(scale is None or _is_number(scale), "scale", scale, "None or a number that is known when the program is traced")
+    need(scale is None or is_number(scale), "scale", scale, "None or a number that is known when the program is traced")
     if sinks is not None:
         need(sinks.shape == (H,), "sinks_H", sinks.shape, f"{(H,)}")
         need(jnp.issubdtype(sinks.dtype, jnp.floating), "sinks_H", sinks.dtype, "a floating dtype")
     if xsa is not None:
         need(jnp.shape(xsa.alpha) in ((), (H,)), "xsa.alpha", jnp.shape(xsa.alpha), f"one number or {(H,)}")
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float)

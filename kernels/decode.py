@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels import reference
-from kernels.spec import Projection, need
+from kernels.spec import Projection, check_projection, need
 
 
 def project(y_THE: jax.Array, v_self_TKE: jax.Array, xsa: Projection, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -28,6 +28,8 @@ def project(y_THE: jax.Array, v_self_TKE: jax.Array, xsa: Projection, dtype: jax
     Raises:
       ValueError: when shapes do not fit, naming the argument.
     """
+    need(xsa is not None, "xsa", xsa, "a Projection")
+    check_projection(xsa)
     (*tokens, H, E), K = y_THE.shape, v_self_TKE.shape[-2]
     need(v_self_TKE.shape == (*tokens, K, E), "v_self_TKE", v_self_TKE.shape, f"{(*tokens, 'K', E)} to fit y_THE {y_THE.shape}")
     need(H % K == 0, "y_THE", f"{H} heads", f"a multiple of the {K} KV heads of v_self_TKE")

@@ -134,12 +134,26 @@ def attention(
     return attend(q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, mask.segment_ids, sinks_H, alpha_H)
 
 
+@jax.custom_jvp
+def _first_order(arrays):
+    """The same arrays. Neither pass has derivatives of its own; what XLA would make of some backends' are wrong ones."""
+    return arrays
+
+
+@_first_order.defjvp
+def _second_order(primals, tangents):
+    raise NotImplementedError(
+        "kernels.attention: found a derivative of its gradient, expected first ones; impl='reference' has more"
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(backend, call, q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, sinks_H, alpha_H):
     return _forward(backend, call, q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, sinks_H, alpha_H)[0]
 
 
 def _forward(backend, call, q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, sinks_H, alpha_H):
+    q_BTHE, k_BSKE, v_BSKE = _first_order((q_BTHE, k_BSKE, v_BSKE))
     own_BTKE = v_BSKE if v_self_BTKE is None else v_self_BTKE
     own_BTKE = None if call.zero_rule is None else own_BTKE
     z_BTHE, lse_BHT, c_BHT = backend.forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H)
@@ -151,6 +165,7 @@ def _forward(backend, call, q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, si
 
 def _backward(backend, call, residuals, dz_BTHE):
     q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, sinks_H, alpha_H, z_BTHE, lse_BHT, c_BHT = residuals
+    dz_BTHE = _first_order(dz_BTHE)
     if backend.backward is not None and v_self_BTKE is None and alpha_H is None:
         dz_BTHE = dz_BTHE.astype(q_BTHE.dtype)
         gradients = backend.backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, z_BTHE, lse_BHT, c_BHT, dz_BTHE)

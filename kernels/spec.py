@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import numbers
 from typing import Literal
 
 import jax
@@ -49,3 +51,17 @@ def need(good: bool, argument: str, found: object, expected: str) -> None:
     """Raises ValueError unless `good`."""
     if not good:
         raise ValueError(f"{argument}: found {found}, expected {expected}")
+
+
+def is_number(x: object) -> bool:
+    """Whether it is a finite number that is known while a program is traced."""
+    return isinstance(x, numbers.Real) and math.isfinite(x)
+
+
+def check_projection(xsa: Projection | None) -> None:
+    """Raises ValueError, naming the attribute, for what is no projection."""
+    need(xsa is None or isinstance(xsa, Projection), "xsa", xsa, "None or a Projection")
+    if xsa is not None:
+        need(xsa.zero_rule in ("clamp", "add", "exact"), "xsa.zero_rule", xsa.zero_rule, "'clamp', 'add' or 'exact'")
+        need(xsa.zero_rule == "exact" or (is_number(xsa.eps) and xsa.eps > 0), "xsa.eps", xsa.eps, "a positive Python number")
+        need(is_number(xsa.alpha) or hasattr(xsa.alpha, "dtype"), "xsa.alpha", xsa.alpha, "a number or an array")

@@ -5,6 +5,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 import kernels
 from kernels import MaskSpec, Projection
@@ -51,8 +52,10 @@ BAD = [
     ("sinks_H", {"sinks_H": shape(4, dtype=jnp.int32)}, {}),
     ("softcap", {}, {"softcap": 0.0}),
     ("softcap", {}, {"softcap": -1.0}),
+    ("softcap", {}, {"softcap": float("inf")}),
     ("scale", {"scale": shape()}, {}),
     ("xsa.alpha", {"alpha": shape(2)}, {}),
+    ("xsa.alpha", {}, {"xsa": Projection(alpha=None)}),
     ("xsa.zero_rule", {}, {"xsa": Projection(zero_rule="clip")}),
     ("xsa.eps", {}, {"xsa": Projection(eps=0.0)}),
     ("impl", {}, {"impl": "flash"}),
@@ -83,6 +86,51 @@ def trace(arrays, options):
 def test_bad_call_names_its_argument(argument, arrays, options):
     with pytest.raises(ValueError, match=f"^{argument}: found .*, expected "):
         trace(arrays, options)
+
+
+@pytest.mark.fast
+def test_what_is_no_array_is_named():
+    q, k, v = (jnp.zeros(a.shape) for a in GOOD.values())
+    with pytest.raises(ValueError, match=r"^q_BTHE: found list, expected an array"):
+        kernels.attention(q.tolist(), k, v)
+    with pytest.raises(ValueError, match=r"^k_BSKE: found NoneType, expected an array"):
+        kernels.attention(q, None, v)
+    with pytest.raises(ValueError, match=r"^sinks_H: found list, expected an array"):
+        kernels.attention(q, k, v, sinks_H=[0.0] * 4)
+    with pytest.raises(ValueError, match=r"^mask.segment_ids: found list, expected an array"):
+        kernels.attention(q, k, v, mask=MaskSpec(segment_ids=[[0] * 6] * 2))
+
+
+@pytest.mark.fast
+def test_a_mesh_of_explicit_axes_is_refused():
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Explicit,))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"^the mesh: found axes of types .*Explicit.*, expected AxisType.Auto"),
+    ):
+        trace({}, {})
+
+
+@pytest.mark.fast
+def test_a_window_wider_than_the_keys_is_none():
+    def program(mask):
+        return str(jax.make_jaxpr(lambda q, k, v: kernels.attention(q, k, v, mask=mask))(*GOOD.values()))
+
+    assert program(MaskSpec(window=2**40)) == program(MaskSpec(window=6)) == program(MaskSpec())
+    assert program(MaskSpec(causal=False, window=2**31 - 1)) == program(MaskSpec(causal=False))
+    assert program(MaskSpec(window=5)) != program(MaskSpec())
+
+
+@pytest.mark.parametrize("impl", ["xla", "triton", "tpu"])
+def test_a_second_derivative_is_refused(impl):
+    q, k, v = (jnp.ones(a.shape) for a in GOOD.values())
+
+    def slope(q, impl):
+        return jnp.sum(jax.grad(lambda q: jnp.sum(kernels.attention(q, k, v, xsa=Projection(), impl=impl) ** 2))(q) ** 2)
+
+    with pytest.raises(NotImplementedError, match=r"found a derivative of its gradient.*impl='reference'"):
+        jax.grad(slope)(q, impl)
+    assert jax.grad(slope)(q, "reference").shape == q.shape
 
 
 def test_good_calls_pass():
