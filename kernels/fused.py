@@ -153,7 +153,8 @@ def _attention(backend, call, q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, 
 
 
 def _forward(backend, call, q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, segment_ids, sinks_H, alpha_H):
-    q_BTHE, k_BSKE, v_BSKE = _first_order((q_BTHE, k_BSKE, v_BSKE))
+    differentiable = (q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, sinks_H, alpha_H)
+    q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, sinks_H, alpha_H = _first_order(differentiable)
     own_BTKE = v_BSKE if v_self_BTKE is None else v_self_BTKE
     own_BTKE = None if call.zero_rule is None else own_BTKE
     z_BTHE, lse_BHT, c_BHT = backend.forward(call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H)
