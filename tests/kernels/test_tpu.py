@@ -77,6 +77,14 @@ def test_block_sizes_do_not_matter(blocks):
     assert_close(run(tpu.backend(blocks, blocks, interpret=True), x, variant), expected(x, variant), 5e-6)
 
 
+@pytest.mark.parametrize("features", ["causal, groups", "no projection", "window", "segments", "alpha"])
+def test_several_strips_in_a_block_on_the_diagonal(features):
+    """Causality is looked at in a strip's own square alone; a window or ids hide keys before it."""
+    blocks, x = tpu.Blocks(256, 256, 128), arrays(B=1)
+    variant = FEATURES[features](x)
+    assert_close(run(tpu.backend(blocks, blocks, interpret=True), x, variant), expected(x, variant), 5e-6)
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize(("blocks", "expected"), [((100, 128, 128), "multiples of 128"), ((128, 256, 384), "to divide kv")])
 def test_block_sizes_are_checked(blocks, expected):
