@@ -48,14 +48,14 @@ class Call:
         """The mask without segments."""
         return MaskSpec(self.causal, self.window)
 
-    def inverse(self, n2: jax.Array, reciprocal: Callable[[jax.Array], jax.Array] = lambda n: 1 / n) -> jax.Array:
+    def inverse(self, n2: jax.Array) -> jax.Array:
         """1 / n2 by the zero rule, from |v|^2 in float32."""
         if self.zero_rule == "add":
-            return reciprocal(n2 + self.eps)
+            return 1 / (n2 + self.eps)
         if self.zero_rule == "clamp":
-            return reciprocal(jnp.maximum(n2, self.eps))
+            return 1 / jnp.maximum(n2, self.eps)
         live = self.exact(n2)
-        return jnp.where(live, reciprocal(jnp.where(live, n2, 1)), 0)
+        return jnp.where(live, 1 / jnp.where(live, n2, 1), 0)
 
     def exact(self, n2: jax.Array) -> jax.Array:
         """Whether `inverse` is 1 / |v|^2, so that z . v = 0."""

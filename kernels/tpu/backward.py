@@ -23,7 +23,8 @@ from kernels.fused import Call
 from kernels.tpu import backward_body as body
 from kernels.tpu import schedule
 from kernels.tpu.backward_body import Inputs, Scratch, Steps
-from kernels.tpu.schedule import COMPUTE, DIAGONAL, DONE, LANES, MASKED, NEW, Blocks, Grid
+from kernels.tpu.schedule import COMPUTE, DIAGONAL, DONE, MASKED, NEW, Blocks, Grid
+from kernels.tpu.tile import LANES
 
 # For what rows keep in VMEM from their first visit to their last: dq in float32 and, with the projection, dy.
 ROW_BYTES = 24 * 2**20
@@ -44,7 +45,7 @@ def backward(
     dz_BTHE: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None:
     """`Backend.backward` after its first two arguments."""
-    blocks = (blocks or schedule.BACKWARD).fit(q_BTHE.shape[1], k_BSKE.shape[1])
+    blocks = (blocks or schedule.backward_blocks()).fit(q_BTHE.shape[1], k_BSKE.shape[1])
     if call.zero_rule is not None and not (call.drop_diagonal and call.causal and blocks.q == blocks.kv):
         return None
     rows = {"q": q_BTHE, "dz": dz_BTHE, "z": z_BTHE, "lse": lse_BHT, "c": c_BHT}
@@ -66,7 +67,7 @@ def backward_main(
     dv_BTKE: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`Backend.backward_main` after its first two arguments."""
-    blocks = (blocks or schedule.BACKWARD).fit(q_BTHE.shape[1], k_BSKE.shape[1])
+    blocks = (blocks or schedule.backward_blocks()).fit(q_BTHE.shape[1], k_BSKE.shape[1])
     rows = {"q": q_BTHE, "dz": dy_BTHE, "lse": lse_BHT, "delta": delta_BHT, "kept": kept_BKT}
     return _in_chunks(blocks, interpret, call, k_BSKE, v_BSKE, segment_ids, rows, dv_BTKE)[:3]
 
@@ -74,7 +75,7 @@ def backward_main(
 def _in_chunks(blocks: Blocks, interpret, call: Call, k_BSKE, v_BSKE, segment_ids, rows: dict[str, Any], dv_BTKE):
     """dq, dk, dv and delta, from as many query rows at a time as fit into VMEM."""
     (_, T, H, E), (_, S, K, _) = rows["q"].shape, k_BSKE.shape
-    row_bytes = H // K * max(E, LANES) * (4 + (0 if rows.get("c") is None else rows["q"].dtype.itemsize))
+    row_bytes = H // K * schedule.round_up(E, 16) * (4 + (0 if rows.get("c") is None else rows["q"].dtype.itemsize))
     while blocks.q > LANES and blocks.q * row_bytes > ROW_BYTES:  # many query heads on a KV head
         blocks = blocks.fit(blocks.q // 2, blocks.q // 2)
     size = max(ROW_BYTES // (blocks.q * row_bytes), 1) * blocks.q
@@ -102,9 +103,9 @@ def _chunk(grid: Grid, interpret, k_BSKE, v_BSKE, segment_ids, rows: dict[str, j
     arrays = _arrays(grid, k_BSKE, v_BSKE, segment_ids, rows, dv_BTKE)
     specs, written, every_row = _specs(grid, at, arrays)
     wide = jnp.float32
-    scratch = Scratch(*(pltpu.VMEM((length, E), wide) for length in (G * grid.padded_T, bkv, bkv)))
+    scratch = Scratch(*(pltpu.VMEM((E, length), wide) for length in (G * grid.padded_T, bkv, bkv)))
     if "c" in rows:
-        scratch = scratch._replace(dy=pltpu.VMEM((G * grid.padded_T, E), arrays.q.dtype))
+        scratch = scratch._replace(dy=pltpu.VMEM((E, G * grid.padded_T), arrays.q.dtype))
     cells = B * K * len(steps.i) * bq * bkv
     dq, dk, dv, delta = pl.pallas_call(
         functools.partial(body.kernel, grid, at, kinds),
@@ -160,8 +161,8 @@ def _arrays(grid: Grid, k_BSKE, v_BSKE, segment_ids, rows: dict[str, jax.Array],
     if dv_BTKE is not None:
         arrays = arrays._replace(dv=schedule.rows_first(dv_BTKE, grid.padded_S))
     if segment_ids is not None:
-        q_ids, k_ids = schedule.padded_ids(segment_ids, grid)
-        arrays = arrays._replace(q_ids=q_ids[:, None], k_ids=jnp.broadcast_to(k_ids[:, :, None], (*k_ids.shape, LANES)))
+        q_ids, k_ids = schedule.ids_for_keys_first(segment_ids, grid)
+        arrays = arrays._replace(q_ids=q_ids, k_ids=k_ids)
     return arrays
 
 

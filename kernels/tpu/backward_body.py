@@ -1,4 +1,8 @@
-"""The backward kernel's body: what happens at one pair of blocks, and at the first visit to a block of rows."""
+"""The backward kernel's body: what happens at one pair of blocks, and at the first visit to a block of rows.
+
+Of scores the keys are in sublanes and the queries in lanes. What is made of rows has E in sublanes and the rows in lanes: numbers
+per row fill registers, and the products that make dq, dk and dv have as many columns as the matrix unit, where E would be half.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,8 +13,8 @@ from jax.experimental import pallas as pl
 
 from kernels.fused import Call
 from kernels.tpu import tile
-from kernels.tpu.schedule import COMPUTE, DONE, FIRST, KIND, LANES, LAST, MASKED, NEW, Grid
-from kernels.tpu.tile import LOG2E
+from kernels.tpu.schedule import COMPUTE, DONE, FIRST, KIND, LAST, MASKED, NEW, Grid
+from kernels.tpu.tile import LANES, LOG2E
 
 
 class Inputs(NamedTuple):
@@ -48,7 +52,7 @@ class Steps(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """`dy` where the kernel projects; without that dz is dy."""
+    """What stays in VMEM, rows in lanes; `dy` where the kernel projects. Without that dz is dy."""
 
     dq: Any
     dk: Any
@@ -56,12 +60,22 @@ class Scratch(NamedTuple):
     dy: Any = None
 
 
-class Row(NamedTuple):
-    """References to what is kept of one block of rows."""
+class Pair(NamedTuple):
+    """What a pair of blocks has with rows in lanes: references to its rows' dy (None: see `Scratch`), delta and dq, and, once they
+    are wanted, dy that is dz, q and k as values."""
 
     dy: Any
     delta: Any
     dq: Any
+    q: Any = None
+    k: Any = None
+
+
+class _Products(NamedTuple):
+    """Of some queries, in lanes, and keys: the scores in powers of 2, and dP."""
+
+    s: jax.Array
+    dp: jax.Array
 
 
 def kernel(grid: Grid, at, kinds: frozenset[int], *refs):
@@ -71,127 +85,128 @@ def kernel(grid: Grid, at, kinds: frozenset[int], *refs):
     flags = steps.flags[at(b, n)]
     bq = grid.blocks.q
     rows = pl.ds(pl.multiple_of(steps.row[n] * bq, bq), bq)
-    row = Row(x.dz if total.dy is None else total.dy.at[rows, :], delta_ref.at[:, rows], total.dq.at[rows, :])
+    pair = Pair(None if total.dy is None else total.dy.at[:, rows], delta_ref.at[:, rows], total.dq.at[:, rows])
     starts = grid.offset + steps.i[n] * bq, steps.j[n] * grid.blocks.kv
 
     @pl.when(flags & FIRST != 0)
     def _():
         total.dk[...] = jnp.zeros_like(total.dk)
-        total.dv[...] = jnp.zeros_like(total.dv) if x.dv is None else x.dv[...]
+        total.dv[...] = jnp.zeros_like(total.dv) if x.dv is None else x.dv[...].T
 
     if not grid.triangular:
 
         @pl.when(flags & NEW != 0)
         def _():
-            _open(grid.call, slice(0, bq), x, row, total)
+            _open(grid.call, slice(0, bq), x, pair, total)
 
     kind = flags & KIND
     if COMPUTE in kinds:
-        pl.when(kind == COMPUTE)(lambda: _block(grid, None, x, row, total))
+        pl.when(kind == COMPUTE)(lambda: _block(grid, None, x, pair, total))
     if COMPUTE | MASKED in kinds:
-        pl.when(kind == COMPUTE | MASKED)(lambda: _block(grid, starts, x, row, total))
+        pl.when(kind == COMPUTE | MASKED)(lambda: _block(grid, starts, x, pair, total))
     if KIND in kinds:
-        pl.when(kind == KIND)(lambda: _diagonal_block(grid, starts, x, row, total))
+        pl.when(kind == KIND)(lambda: _diagonal_block(grid, starts, x, pair, total))
 
     @pl.when(flags & DONE != 0)
     def _():
-        dq_ref[...] = (row.dq[...] * grid.call.scale).astype(dq_ref.dtype)
+        dq_ref[...] = (pair.dq[...] * grid.call.scale).astype(dq_ref.dtype).T
 
     @pl.when(flags & LAST != 0)
     def _():
-        dk_ref[...] = (total.dk[...] * grid.call.scale).astype(dk_ref.dtype)
-        dv_ref[...] = total.dv[...].astype(dv_ref.dtype)
+        dk_ref[...] = (total.dk[...] * grid.call.scale).astype(dk_ref.dtype).T
+        dv_ref[...] = total.dv[...].astype(dv_ref.dtype).T
 
 
-def _block(grid: Grid, starts, x: Inputs, row: Row, total: Scratch):
+def _block(grid: Grid, starts, x: Inputs, pair: Pair, total: Scratch):
     """A pair of blocks; `starts` (of queries, of keys) where some of it is hidden or on the diagonal."""
-    for first in range(0, grid.blocks.kv, grid.blocks.compute):
-        _keys(grid, starts, slice(first, first + grid.blocks.compute), slice(0, grid.blocks.q), x, row, total)
+    pair, pieces, ahead = _turned(x, pair), grid.blocks.pieces(), max(grid.blocks.parts - 1, 1)
+    products: list[_Products] = []  # made ahead, so that the matrix unit need not wait for the weights
+    for n, piece in enumerate(pieces):
+        products += [_products(grid.call, *later, x, pair) for later in pieces[len(products) : n + ahead]]
+        _piece(grid, starts, *piece, products[n], x, pair, total)
 
 
-def _diagonal_block(grid: Grid, starts, x: Inputs, row: Row, total: Scratch):
+def _diagonal_block(grid: Grid, starts, x: Inputs, pair: Pair, total: Scratch):
     """The queries of a block on their own keys, the last ones first: no query before these keys sees them."""
-    size = grid.blocks.diagonal
+    size, pair = grid.blocks.diagonal, _turned(x, pair)
+    pieces = [(slice(first, grid.blocks.q), slice(first, first + size)) for first in reversed(range(0, grid.blocks.kv, size))]
+    opened = [(_open(grid.call, own, x, pair, total), _products(grid.call, queries, own, x, pair)) for queries, own in pieces]
     kept = jnp.array(False)
-    # The matrix unit would wait for the first `_open`: these, the last scores to be used, need nothing of it.
-    s = tile.scores(grid.call, x.q[...], x.k[:size, :], keys_first=True)
-    for first in reversed(range(0, grid.blocks.kv, size)):
-        own = slice(first, first + size)
-        diagonal = _open(grid.call, own, x, row, total)
-        _keys(grid, starts, own, slice(first, grid.blocks.q), x, row, total, diagonal, None if first else s)
+    for (queries, own), (diagonal, products) in zip(pieces, opened, strict=True):
+        _piece(grid, starts, queries, own, products, x, pair, total, diagonal)
         if diagonal is not None:
-            position = starts[0] + first + lax.broadcasted_iota(jnp.int32, diagonal.shape, 1)
+            position = starts[0] + own.start + lax.broadcasted_iota(jnp.int32, diagonal.shape, 1)
             kept |= jnp.min(jnp.where(position < grid.S, diagonal, 0).astype(jnp.float32)) < 0
     if total.dy is not None:
         pl.when(kept)(lambda: _keep(grid.call, x, total))
 
 
-def _open(call: Call, own: slice, x: Inputs, row: Row, total: Scratch) -> jax.Array | None:
+def _open(call: Call, own: slice, x: Inputs, pair: Pair, total: Scratch) -> jax.Array | None:
     """Rows at their first visit: leaves in VMEM what the next ones need. With a projection returns, as [1, rows], the key that is
     the row's own, counted within its 128 keys, or -1 where the row keeps its diagonal; without one None.
 
     The formulas are those of `fused._rows`, at alpha = 1. Of dv_self = -(c dy + b r z) the part with c is made with the products
     of weights.
     """
-    row.dq[own, :] = jnp.zeros_like(row.dq[own, :])
+    pair.dq[:, own] = jnp.zeros_like(pair.dq[:, own])
     if x.z is None:
-        row.delta[:, own] = x.delta[:, own]
+        pair.delta[:, own] = x.delta[:, own]
         return None
-    z, dz = x.z[own, :].astype(jnp.float32), x.dz[own, :].astype(jnp.float32)
+    z, dz = (ref[own, :].T.astype(jnp.float32) for ref in (x.z, x.dz))
     if total.dy is None:
-        row.delta[:, own] = tile.row(tile.pack(_sum(z * dz)))
+        pair.delta[:, own] = tile.row_sum(z * dz)
         return None
-    v = x.v[own, :].astype(jnp.float32)
-    n2 = _sum(v * v)
-    br = call.inverse(n2, tile.reciprocal) * _sum(dz * v)
-    row.dy[own, :] = (dz - br * v).astype(row.dy.dtype)
-    # delta = (z + c v) . dy, from the rounded dy: the main loop sees no other.
-    dy = row.dy[own, :].astype(jnp.float32)
-    row.delta[:, own] = tile.row(tile.pack(_sum(z * dy))) + x.stats[1:, own] * tile.row(tile.pack(_sum(v * dy)))
-    total.dv[own, :] -= br * z
-    exact = tile.row(call.exact(tile.pack(n2)).astype(jnp.float32)) > 0
-    return jnp.where(exact, lax.broadcasted_iota(jnp.int32, exact.shape, 1) % LANES, -1)
+    v = x.v[own, :].T.astype(jnp.float32)
+    n2 = tile.row_sum(v * v)
+    br = call.inverse(n2) * tile.row_sum(dz * v)
+    pair.dy[:, own] = (dz - br * v).astype(pair.dy.dtype)
+    # delta = y . dy with y = z + c v, from the rounded dy: the main loop sees no other.
+    dy = pair.dy[:, own].astype(jnp.float32)
+    pair.delta[:, own] = tile.row_sum((z + x.stats[1:, own] * v) * dy)
+    total.dv[:, own] -= br * z
+    return jnp.where(call.exact(n2), lax.broadcasted_iota(jnp.int32, n2.shape, 1) % LANES, -1)
 
 
 def _keep(call: Call, x: Inputs, total: Scratch):
-    """The part of dv_self that `_keys` does not make, in rows that keep their diagonal: -c (dz + b r v)."""
-    v, dz = x.v[...].astype(jnp.float32), x.dz[...].astype(jnp.float32)
-    n2 = _sum(v * v)
-    kept_c = jnp.where(call.exact(n2), 0, tile.upright(x.stats[1:, :]))
-    total.dv[...] -= kept_c * (dz + call.inverse(n2, tile.reciprocal) * _sum(dz * v) * v)
+    """The part of dv_self that `_piece` does not make, in rows that keep their diagonal: -c (dz + b r v)."""
+    v, dz = (ref[...].T.astype(jnp.float32) for ref in (x.v, x.dz))
+    n2 = tile.row_sum(v * v)
+    kept_c = jnp.where(call.exact(n2), 0, x.stats[1:, :])
+    total.dv[...] -= kept_c * (dz + call.inverse(n2) * tile.row_sum(dz * v) * v)
 
 
-def _sum(x: jax.Array) -> jax.Array:
-    return jnp.sum(x, axis=1, keepdims=True)
+def _turned(x: Inputs, pair: Pair) -> Pair:
+    return pair._replace(q=x.q[...].T, k=x.k[...].T, dy=x.dz[...].T if pair.dy is None else pair.dy)
 
 
-def _keys(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, row: Row, total: Scratch, diagonal=None, s=None):
-    """Some keys, in sublanes, and the queries that may see them; `diagonal` as `_open` returns it, if the first are these keys.
+def _products(call: Call, queries: slice, keys: slice, x: Inputs, pair: Pair) -> _Products:
+    s = tile.scores(call, tile.dot(x.k[keys, :], pair.q[:, queries], tile.NN))
+    return _Products(s, tile.dot(x.v[keys, :], pair.dy[:, queries], tile.NN))
 
-    `s`: the scores, where they are made already.
-    """
-    call = grid.call
-    q, dy, k, v = x.q[queries, :], row.dy[queries, :], x.k[keys, :], x.v[keys, :]
-    s = tile.scores(call, q, k, keys_first=True) if s is None else s
-    p = jnp.exp2(s - x.stats[:1, queries] * LOG2E)
-    dp = tile.dot(v, dy, tile.NT)
-    p_dv = p
+
+def _piece(
+    grid: Grid, starts, queries: slice, keys: slice, products: _Products, x: Inputs, pair: Pair, total: Scratch, diagonal=None
+):
+    """What some queries and keys add to dq, dk and dv; `diagonal` as `_open` returns it, if the first queries are these keys."""
+    call, (s, dp) = grid.call, products
+    q, k, dy = pair.q[:, queries], pair.k[:, keys], pair.dy[:, queries]
+    p_dv = p = jnp.exp2(s - x.stats[:1, queries] * LOG2E)
     if starts is not None:
-        k_position = starts[1] + keys.start + lax.broadcasted_iota(jnp.int32, s.shape, 0)
         p_dv = p = _hide(grid, starts, keys, queries, x, p)
         # Tokens and themselves: without weight in dv and without dP. In dv -c in its place is the part -c dy of dv_self.
         if diagonal is not None:
             c = x.stats[1:, keys]
             p_dv, dp = _fill_diagonal(p, diagonal, -c), _fill_diagonal(dp, diagonal, jnp.zeros_like(c))
         elif x.diagonal is not None:
+            k_position = starts[1] + keys.start + lax.broadcasted_iota(jnp.int32, s.shape, 0)
             p_dv, dp = (jnp.where(tile.on_diagonal(k_position, x.diagonal[:, queries]), 0, kq) for kq in (p, dp))
-    total.dv[keys, :] += tile.dot(p_dv.astype(dy.dtype), dy, tile.NN)
-    ds = p * (dp - row.delta[:, queries])
+    total.dv[:, keys] += tile.dot(dy, p_dv.astype(dy.dtype), tile.NT)
+    ds = p * (dp - pair.delta[:, queries])
     if call.softcap is not None:
         ds *= 1 - (s * (1 / (call.softcap * LOG2E))) ** 2
     ds = ds.astype(q.dtype)
-    total.dk[keys, :] += tile.dot(ds, q, tile.NN)
-    row.dq[queries, :] += tile.dot(ds, k, tile.TN)
+    total.dk[:, keys] += tile.dot(q, ds, tile.NT)
+    pair.dq[:, queries] += tile.dot(k, ds, tile.NN)
 
 
 def _hide(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, p: jax.Array) -> jax.Array:

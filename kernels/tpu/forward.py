@@ -1,4 +1,9 @@
-"""The forward kernel: FlashAttention (arXiv 2205.14135) over a list of blocks, with the projection before the only write of z."""
+"""The forward kernel: FlashAttention (arXiv 2205.14135) over a list of blocks, with the projection before the only write of z.
+
+Of scores the keys are in sublanes and the queries in lanes; y and the values have E in sublanes. What a softmax and a projection
+need of a row, its maximum, its sum, |v|^2 and y . v, then comes by adding whole registers, and 128 of them fill a register. With
+queries in sublanes each would be a reduction over lanes, and eight would fill one.
+"""
 
 import functools
 import math
@@ -12,8 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.fused import Call
 from kernels.tpu import schedule, tile
-from kernels.tpu.schedule import COMPUTE, DIAGONAL, FIRST, KIND, LANES, LAST, MASKED, Blocks, Grid
-from kernels.tpu.tile import LOG2E
+from kernels.tpu.schedule import COMPUTE, DIAGONAL, FIRST, KIND, LAST, MASKED, Blocks, Grid
+from kernels.tpu.tile import LANES, LOG2E, SUBLANES
 
 # A finite start for the running maximum: where a block hides all its keys from a row, exp(-inf - LOWEST) is 0 and not NaN.
 LOWEST = -1e30
@@ -32,14 +37,14 @@ class _Inputs(NamedTuple):
     alpha: Any = None
 
 
-class _Scratch(NamedTuple):
-    """Of each row: y before it is divided, the running maximum over 128 lanes, partial sums of the weights in as many, and 1 / n2
-    over 128 lanes, where the own values are those of the diagonal block."""
+class _State(NamedTuple):
+    """Of each query, in lanes: y before it is divided, the running maximum, and the sums of every eighth weight. In VMEM, where own
+    tokens may be in any block, also `_diagonal`."""
 
     y: Any
     maximum: Any
     total: Any
-    inverse: Any = None
+    diagonal: Any = None
 
 
 def forward(
@@ -56,7 +61,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """`Backend.forward` after its first two arguments."""
     (B, T, H, E), S = q_BTHE.shape, k_BSKE.shape[1]
-    grid = Grid(call, T, S, S - T, (blocks or schedule.FORWARD).fit(T, S))
+    grid = Grid(call, T, S, S - T, (blocks or schedule.forward_blocks(E)).fit(T, S))
     bq, bkv = grid.blocks.q, grid.blocks.kv
     i, j, masked = grid.pairs()
     flags = schedule.edges(i) | COMPUTE | MASKED * masked | DIAGONAL * grid.on_diagonal(i, j)
@@ -67,7 +72,9 @@ def forward(
     arrays, specs = _inputs(grid, at, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H)
     # The log-sum-exp and c in one array: a grid step pays for every output. The backward kernel reads them together.
     num_stats = 1 if own_BTKE is None else 2
-    widths = (E, LANES, LANES) if own_BTKE is None or arrays.own is not None else (E, LANES, LANES, LANES)
+    scratch = _State(*(pltpu.VMEM((height, bq), jnp.float32) for height in (E, 1, SUBLANES)))
+    if call.drop_diagonal and not grid.triangular:
+        scratch = scratch._replace(diagonal=pltpu.VMEM((1, bq), jnp.int32))
     cells = B * H * len(i) * bq * bkv
     z_BHTE, stats_BHnT = pl.pallas_call(
         functools.partial(_kernel, grid, at, kinds),
@@ -76,7 +83,7 @@ def forward(
             grid=(B, H, len(i)),
             in_specs=[specs],
             out_specs=[specs.q, pl.BlockSpec((None, None, num_stats, bq), lambda b, h, n, i, *_: (b, h, 0, i[n]))],
-            scratch_shapes=[_Scratch(*(pltpu.VMEM((bq, width), jnp.float32) for width in widths))],
+            scratch_shapes=[scratch],
         ),
         out_shape=[
             jax.ShapeDtypeStruct(arrays.q.shape, q_BTHE.dtype),
@@ -111,11 +118,11 @@ def _inputs(grid: Grid, at, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks
         arrays = arrays._replace(own=schedule.rows_first(own_BTKE, grid.padded_T))
         specs = specs._replace(own=pl.BlockSpec((None, None, bq, E), lambda b, h, n, i, *_: (b, h // G, i[n], 0)))
     if segment_ids is not None:
-        q_ids, k_ids = schedule.padded_ids(segment_ids, grid)
-        arrays = arrays._replace(q_ids=jnp.broadcast_to(q_ids[:, :, None], (*q_ids.shape, LANES)), k_ids=k_ids[:, None])
+        q_ids, k_ids = schedule.ids_for_keys_first(segment_ids, grid)
+        arrays = arrays._replace(q_ids=q_ids, k_ids=k_ids)
         specs = specs._replace(
-            q_ids=pl.BlockSpec((None, bq, LANES), lambda b, h, n, i, *_: (b, i[n], 0)),
-            k_ids=pl.BlockSpec((None, 1, bkv), lambda b, h, n, i, j, flags, loaded: (b, 0, loaded[at(b, n)])),
+            q_ids=pl.BlockSpec((None, 1, bq), lambda b, h, n, i, *_: (b, 0, i[n])),
+            k_ids=pl.BlockSpec((None, bkv, LANES), lambda b, h, n, i, j, flags, loaded: (b, loaded[at(b, n)], 0)),
         )
     number = pl.BlockSpec(memory_space=pltpu.SMEM)
     if sinks_H is not None:
@@ -125,139 +132,130 @@ def _inputs(grid: Grid, at, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks
     return arrays, specs
 
 
-def _kernel(grid: Grid, at, kinds: frozenset[int], i_ref, j_ref, flags_ref, _, x: _Inputs, z_ref, stats_ref, t: _Scratch):
+def _kernel(grid: Grid, at, kinds: frozenset[int], i_ref, j_ref, flags_ref, _, x: _Inputs, z_ref, stats_ref, state: _State):
     b, h, n = (pl.program_id(axis) for axis in range(3))
     flags = flags_ref[at(b, n)]
     start = grid.offset + i_ref[n] * grid.blocks.q, j_ref[n] * grid.blocks.kv
 
-    pl.when(flags & FIRST != 0)(lambda: _open(h, x, t))
+    pl.when(flags & FIRST != 0)(lambda: _open(grid.call, start[0], h, x, state))
     kind = flags & KIND
     if COMPUTE in kinds:
-        pl.when(kind == COMPUTE)(lambda: _block(grid, None, x, t))
+        pl.when(kind == COMPUTE)(lambda: _block(grid, None, x, state))
     if COMPUTE | MASKED in kinds:
-        pl.when(kind == COMPUTE | MASKED)(lambda: _block(grid, start, x, t))
+        pl.when(kind == COMPUTE | MASKED)(lambda: _block(grid, start, x, state))
     if grid.triangular:  # the last block that the queries see is that of their own keys
-        pl.when(flags & LAST != 0)(lambda: _diagonal_block(grid, start, h, x, z_ref, stats_ref, t))
+        pl.when(flags & LAST != 0)(lambda: _diagonal_block(grid, start, h, x, z_ref, stats_ref, state))
     else:
-        pl.when(flags & LAST != 0)(lambda: _finish(grid, h, x, z_ref, stats_ref, t))
+        pl.when(flags & LAST != 0)(lambda: _finish(grid, h, x, z_ref, stats_ref, state))
 
 
-def _finish(grid: Grid, h, x: _Inputs, z_ref, stats_ref, t: _Scratch):
-    rows = slice(0, grid.blocks.q)
-    _close(grid.call, h, rows, x, z_ref, stats_ref, _Scratch(t.y[...], t.maximum[...], t.total[...]))
-
-
-def _open(h, x: _Inputs, t: _Scratch):
-    t.y[...] = jnp.zeros_like(t.y)
+def _open(call: Call, first, h, x: _Inputs, state: _State):
+    """A block of queries, from position `first` on, before its first keys."""
+    state.y[...] = jnp.zeros_like(state.y)
     if x.sinks is None:
-        t.maximum[...] = jnp.full_like(t.maximum, LOWEST)
-        t.total[...] = jnp.zeros_like(t.total)
+        state.maximum[...] = jnp.full_like(state.maximum, LOWEST)
+        state.total[...] = jnp.zeros_like(state.total)
     else:
         sink = x.sinks[h]
         m = jnp.maximum(sink, LOWEST)
-        t.maximum[...] = jnp.full_like(t.maximum, m)
-        first = lax.broadcasted_iota(jnp.int32, t.total.shape, 1) == 0
-        t.total[...] = jnp.where(first, jnp.exp2(jnp.full_like(t.total, sink) - m), 0)
+        state.maximum[...] = jnp.full_like(state.maximum, m)
+        top = lax.broadcasted_iota(jnp.int32, state.total.shape, 0) == 0  # of the eight sums, which are added in the end
+        state.total[...] = jnp.where(top, jnp.exp2(jnp.full_like(state.total, sink) - m), 0)
+    if state.diagonal is not None:
+        state.diagonal[...] = _diagonal(call, first, x.own[...].T)
 
 
-def _block(grid: Grid, start, x: _Inputs, t: _Scratch):
-    """One key block; `start` (of the queries, of the keys) where some of it is hidden or on the diagonal."""
-    rows = slice(0, grid.blocks.q)
-    diagonal = None
-    if start is not None and grid.call.drop_diagonal:
-        exact = grid.call.exact(_length2(_own(x, rows)))
-        diagonal = jnp.where(exact, start[0] + lax.broadcasted_iota(jnp.int32, exact.shape, 0), -1)
-    chunks = [slice(first, first + grid.blocks.compute) for first in range(0, grid.blocks.kv, grid.blocks.compute)]
-    scores = [_scores(grid, start, rows, columns, x) for columns in chunks]
-    for columns, s in zip(chunks, scores, strict=True):
+def _block(grid: Grid, start, x: _Inputs, state: _State):
+    """One key block; `start` (of the queries, of the keys) where some of it is hidden or on the diagonal.
+
+    While a piece is attended to, the scores of the next ones are made already: else the matrix unit would wait for the weights.
+    """
+    pieces, values = grid.blocks.pieces(), x.v[...].T
+    scores: list[jax.Array] = []
+    for n, (queries, keys) in enumerate(pieces):
+        scores += [_scores(grid, start, *later, x) for later in pieces[len(scores) : n + grid.blocks.parts]]
         drop = None
-        if diagonal is not None:
-            k_position = start[1] + columns.start + lax.broadcasted_iota(jnp.int32, s.shape, 1)
-            drop = tile.on_diagonal(k_position, diagonal)
-        t.y[...], t.maximum[...], t.total[...] = _attend(s, drop, rows, columns, x, t)
+        if start is not None and state.diagonal is not None:
+            k_position = start[1] + keys.start + lax.broadcasted_iota(jnp.int32, scores[n].shape, 0)
+            drop = tile.on_diagonal(k_position, state.diagonal[:, queries])
+        done = _attend(scores[n], drop, queries, values[:, keys], state)
+        state.y[:, queries], state.maximum[:, queries], state.total[:, queries] = done.y, done.maximum, done.total
 
 
-def _diagonal_block(grid: Grid, start, h, x: _Inputs, z_ref, stats_ref, t: _Scratch):
+def _diagonal_block(grid: Grid, start, h, x: _Inputs, z_ref, stats_ref, state: _State):
     """The queries of a block and their own keys: 128 queries at a time, and of the keys those that one of them sees.
 
-    All scores come first, and the longest rows: the compiler then has most to choose from.
+    All scores come first: the compiler then has most to choose from.
     """
-    strips = [slice(first, first + LANES) for first in reversed(range(0, grid.blocks.q, LANES))]
-    diagonals = [_measure_own(grid.call, rows, x, t) for rows in strips]
-    scores = [_scores(grid, start, rows, slice(0, rows.stop), x, clear=rows.start) for rows in strips]
-    for rows, diagonal, s in zip(strips, diagonals, scores, strict=True):
+    values = x.v[...].T
+    all_own = None
+    if grid.call.zero_rule is not None:
+        all_own = values if x.own is None else x.own[...].T
+    strips = [slice(first, first + LANES) for first in range(0, grid.blocks.q, LANES)]
+    scores = [_scores(grid, start, queries, slice(0, queries.stop), x, clear=queries.start) for queries in strips]
+    for queries, s in zip(strips, scores, strict=True):
+        own = None if all_own is None else all_own[:, queries]
         drop = None
-        if diagonal is not None:
-            drop = tile.on_diagonal(diagonal, lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0))
-        y, maximum, total = _attend(s, drop, rows, slice(0, rows.stop), x, t)
-        _close(grid.call, h, rows, x, z_ref, stats_ref, t._replace(y=y, maximum=maximum, total=total))
+        if own is not None and grid.call.drop_diagonal:
+            diagonal = _diagonal(grid.call, 0, own)
+            drop = tile.on_diagonal(lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0), diagonal)
+        done = _attend(s, drop, queries, values[:, : queries.stop], state)
+        _close(grid.call, h, queries, done, own, x, z_ref, stats_ref)
 
 
-def _measure_own(call: Call, rows: slice, x: _Inputs, t: _Scratch) -> jax.Array | None:
-    """Prepares the projection of 128 rows. Returns, as [1, 128], which of these keys is itself left out of y by its row, or -1."""
-    if t.inverse is None:
-        return None
-    n2 = _length2(_own(x, rows))
-    t.inverse[rows, :] = jnp.broadcast_to(call.inverse(n2, tile.reciprocal), (LANES, LANES))
-    if not call.drop_diagonal:
-        return None
-    exact = tile.row(call.exact(tile.pack(n2)).astype(jnp.float32)) > 0
-    return jnp.where(exact, lax.broadcasted_iota(jnp.int32, exact.shape, 1), -1)
+def _finish(grid: Grid, h, x: _Inputs, z_ref, stats_ref, state: _State):
+    done = _State(state.y[...], state.maximum[...], state.total[...])
+    own = None if x.own is None else x.own[...].T
+    _close(grid.call, h, slice(0, grid.blocks.q), done, own, x, z_ref, stats_ref)
 
 
-def _scores(grid: Grid, start, rows: slice, columns: slice, x: _Inputs, clear: int = 0) -> jax.Array:
+def _scores(grid: Grid, start, queries: slice, keys: slice, x: _Inputs, clear: int = 0) -> jax.Array:
     """Scores in powers of 2, as the hardware's exponential has them. Causality hides none of the first `clear` keys."""
     call = grid.call
-    s = tile.scores(call, x.q[rows, :], x.k[columns, :])
+    s = tile.scores(call, tile.dot(x.k[keys, :], x.q[queries, :], tile.NT))
     if start is None:
         return s
     clear = clear if x.q_ids is None and call.window is None else 0
-    hidden = s[:, clear:]
-    q_position = start[0] + rows.start + lax.broadcasted_iota(jnp.int32, hidden.shape, 0)
-    k_position = start[1] + columns.start + clear + lax.broadcasted_iota(jnp.int32, hidden.shape, 1)
+    hidden = s[clear:]
+    q_position = start[0] + queries.start + lax.broadcasted_iota(jnp.int32, hidden.shape, 1)
+    k_position = start[1] + keys.start + clear + lax.broadcasted_iota(jnp.int32, hidden.shape, 0)
     seen = tile.visible(call, q_position, k_position, grid.padding_from)
     if x.q_ids is not None:
-        seen = tile.both(seen, tile.lanes(x.q_ids[rows, :], s.shape[1]) == x.k_ids[:, columns])
-    return s if seen is None else tile.join([s[:, :clear], jnp.where(seen, hidden, -jnp.inf)], axis=1)
+        seen = tile.both(seen, tile.lanes(x.k_ids[keys, :], s.shape[1]) == x.q_ids[:, queries])
+    return s if seen is None else tile.join([s[:clear], jnp.where(seen, hidden, -jnp.inf)], axis=0)
 
 
-def _attend(s, drop, rows: slice, columns: slice, x: _Inputs, t: _Scratch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What y, maximum and total become with these scores. `drop`: the weights to leave out of y, among those of the last keys."""
-    m_old = t.maximum[rows, :]
-    m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
-    p = jnp.exp2(s - tile.lanes(m_new, s.shape[1]))
+def _attend(s, drop, queries: slice, values, state: _State) -> _State:
+    """The state of some queries after these scores. `drop`: the weights to leave out of y, of the last len(drop) keys."""
+    m_old = state.maximum[:, queries]
+    m_new = jnp.maximum(m_old, jnp.max(s, axis=0, keepdims=True))
+    p = jnp.exp2(s - m_new)
     shrink = jnp.exp2(m_old - m_new)
-    # Sums of every 128th weight: the one reduction over lanes waits for the last block.
-    total = shrink * t.total[rows, :] + sum(p[:, lane : lane + LANES] for lane in range(0, s.shape[1], LANES))
+    # Sums of every eighth weight: the one reduction within registers waits for the last block.
+    total = shrink * state.total[:, queries] + jnp.sum(p.reshape(-1, SUBLANES, p.shape[1]), axis=0)
     if drop is not None:
-        before = s.shape[1] - drop.shape[1]
-        p = tile.join([p[:, :before], jnp.where(drop, 0, p[:, before:])], axis=1)
-    v = x.v[columns, :]
-    y = tile.lanes(shrink, v.shape[1]) * t.y[rows, :] + tile.dot(p.astype(v.dtype), v, tile.NN)
-    return y, m_new, total
+        before = len(s) - len(drop)
+        p = tile.join([p[:before], jnp.where(drop, 0, p[before:])], axis=0)
+    return _State(shrink * state.y[:, queries] + tile.dot(values, p.astype(values.dtype), tile.NN), m_new, total)
 
 
-def _own(x: _Inputs, rows: slice) -> jax.Array:
-    """The values to project on: without an input of their own those of the diagonal block, which is the last one visited."""
-    return (x.v if x.own is None else x.own)[rows, :].astype(jnp.float32)
+def _diagonal(call: Call, first, own: jax.Array) -> jax.Array:
+    """Which token is left out of y: its own position for queries from position `first` on, or -1 for none; [1, queries]."""
+    exact = call.exact(_length2(own))
+    return jnp.where(exact, first + lax.broadcasted_iota(jnp.int32, exact.shape, 1), -1)
 
 
 def _length2(own: jax.Array) -> jax.Array:
-    return jnp.sum(own * own, axis=1, keepdims=True)
+    own = own.astype(jnp.float32)
+    return tile.row_sum(own * own)
 
 
-def _close(call: Call, h, rows: slice, x: _Inputs, z_ref, stats_ref, t: _Scratch):
+def _close(call: Call, h, queries: slice, done: _State, own: jax.Array | None, x: _Inputs, z_ref, stats_ref):
     """Projects, divides by the sum of the weights and writes."""
-    y, total = t.y, jnp.sum(t.total, axis=1, keepdims=True)
-    packed = tile.pack(total)
-    stats_ref[:1, rows] = tile.row(tile.pack(t.maximum) * math.log(2) + jnp.log(packed))
-    if call.zero_rule is not None:
-        own = _own(x, rows)
-        if t.inverse is None:
-            inverse = jnp.broadcast_to(call.inverse(_length2(own), tile.reciprocal), (len(own), LANES))
-        else:
-            inverse = t.inverse[rows, :]
-        c = jnp.sum(y * own, axis=1, keepdims=True) * inverse
-        stats_ref[1:, rows] = tile.row(tile.pack(c) / packed)
-        y -= tile.lanes(c if x.alpha is None else x.alpha[h] * c, y.shape[1]) * own
-    z_ref[rows, :] = (y * tile.reciprocal(total)).astype(z_ref.dtype)
+    y, total = done.y, tile.row_sum(done.total)
+    stats_ref[:1, queries] = done.maximum * math.log(2) + jnp.log(total)
+    if own is not None:
+        c = tile.row_sum(y * own) * call.inverse(_length2(own))
+        stats_ref[1:, queries] = c / total
+        y -= (c if x.alpha is None else x.alpha[h] * c) * own
+    z_ref[queries, :] = (y * (1 / total)).astype(z_ref.dtype).T

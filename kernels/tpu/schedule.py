@@ -13,8 +13,9 @@ from jax import lax
 
 from kernels.fused import Call
 from kernels.spec import need
+from kernels.tpu import tile
+from kernels.tpu.tile import LANES
 
-LANES = 128
 # Bits of a step's flags. FIRST and LAST of the steps on the outer loop's block, NEW and DONE of those on the inner loop's;
 # whether the pair of blocks has weights at all, whether some of them are hidden or on the diagonal, and whether both are the same
 # tokens.
@@ -25,36 +26,61 @@ KIND = COMPUTE | MASKED | DIAGONAL
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Block sizes, multiples of 128; `compute` divides `kv`.
+    """Block sizes, multiples of 128; `compute` divides `kv`, and `rows` divides `q`.
 
     Attributes:
       q: query rows of a block.
       kv: keys of a block.
-      compute: keys that are in registers at a time.
+      compute: keys whose scores are made at a time.
+      rows: query rows whose scores are made at a time. A block on the diagonal of a causal mask is cut in other ways.
     """
 
     q: int
     kv: int
     compute: int
+    rows: int
 
     def __post_init__(self):
-        need(all(size > 0 and size % LANES == 0 for size in (self.q, self.kv, self.compute)), "Blocks", self, "multiples of 128")
-        need(self.kv % self.compute == 0, "Blocks", self, "compute to divide kv")
+        need(all(size > 0 and size % LANES == 0 for size in dataclasses.astuple(self)), "Blocks", self, "multiples of 128")
+        need(self.kv % self.compute == 0 and self.q % self.rows == 0, "Blocks", self, "compute to divide kv and rows to divide q")
 
     @property
     def diagonal(self) -> int:
-        """Keys at a time of a backward block on the diagonal: the fewer, the less is computed of the half that is hidden."""
-        return 256 if self.compute % 256 == 0 else self.compute
+        """Keys at a time of a backward block on the diagonal: the fewer, the less is computed of the half that is hidden, down to
+        what the matrix unit takes at once."""
+        return LANES if self.compute % 256 or _small_matrix_unit() else 256
+
+    @property
+    def parts(self) -> int:
+        """Pieces that have the same queries."""
+        return self.kv // self.compute
+
+    def pieces(self) -> list[tuple[slice, slice]]:
+        """(queries, keys) of each piece of a block: some queries with one part of the keys after the other, then the next."""
+        starts = [(i, j) for i in range(0, self.q, self.rows) for j in range(0, self.kv, self.compute)]
+        return [(slice(i, i + self.rows), slice(j, j + self.compute)) for i, j in starts]
 
     def fit(self, T: int, S: int) -> "Blocks":
         """The same sizes, no larger than T queries and S keys need."""
         q, kv = min(self.q, round_up(T, LANES)), min(self.kv, round_up(S, LANES))
-        compute = min(self.compute, kv)
-        return Blocks(q, kv, compute if kv % compute == 0 else LANES)
+        compute, rows = min(self.compute, kv), min(self.rows, q)
+        return Blocks(q, kv, compute if kv % compute == 0 else LANES, rows if q % rows == 0 else LANES)
 
 
-FORWARD = Blocks(1024, 1024, 512)
-BACKWARD = Blocks(1024, 1024, 512)
+def forward_blocks(E: int) -> Blocks:
+    """The table, by static cost (`benchmarks/tpu_bundles.py`), for the TPU that the program is traced for."""
+    if _small_matrix_unit():
+        return Blocks(1024, 1024, 128, 128)
+    return Blocks(1024, 1024, 256, 512 if E <= LANES else 256)
+
+
+def backward_blocks() -> Blocks:
+    return Blocks(1024, 1024, 512, 1024) if _small_matrix_unit() else Blocks(1024, 1024, 256, 256)
+
+
+def _small_matrix_unit() -> bool:
+    """Whether it has 128 x 128 cells, as up to v5, and not 256 x 256, as also taken where no TPU is known."""
+    return (tile.generation() or 6) <= 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +192,12 @@ def padded_ids(segment_ids: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array
         jnp.pad(q_ids, ((0, 0), (0, grid.padded_T - grid.T)), mode="edge"),
         jnp.pad(segment_ids, ((0, 0), (0, grid.padded_S - grid.S)), mode="edge"),
     )
+
+
+def ids_for_keys_first(segment_ids: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
+    """Those ids as the kernels read them, queries in lanes and keys in sublanes: [B, 1, T] and, over 128 lanes, [B, S, 128]."""
+    q_ids, k_ids = padded_ids(segment_ids, grid)
+    return q_ids[:, None], jnp.broadcast_to(k_ids[:, :, None], (*k_ids.shape, LANES))
 
 
 def round_up(n: int, to: int) -> int:

@@ -48,6 +48,16 @@ def test_device_script(tmp_path):
 
 
 @pytest.mark.fast
+def test_stored_costs_meet_the_target():
+    """The projection costs at most 4% of the same kernel without it, and both together at most 5% more than jax's splash."""
+    for chip, rows in json.loads((REPO / "benchmarks/results/tpu_bundles.json").read_text())["chips"].items():
+        for direction in ("forward", "backward"):
+            cost = rows[direction]["kernels"]
+            assert cost["xsa"] <= 1.04 * cost["plain"], (chip, direction)
+            assert cost["xsa"] <= 1.05 * cost["splash"], (chip, direction)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("stored", "part", "table"), [("cpu_accuracy", "rows", accuracy.table), ("tpu_bundles", "chips", tpu_bundles.table)]
 )

@@ -7,17 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
 from kernels import MaskSpec, tpu
-from kernels.tpu import backward, backward_body, tile
+from kernels.tpu import backward, backward_body, schedule, tile
 from tests.kernels import cases
 from tests.kernels.cases import Variant, assert_close, expected, regimes, relative, rounded
 from tests.kernels.test_fused import XSA, run
 
-SMALL = tpu.Blocks(128, 128, 128)
+SMALL = tpu.Blocks(128, 128, 128, 128)
 INTERPRETED = tpu.backend(SMALL, SMALL, interpret=True)
 
 
@@ -35,7 +34,7 @@ FEATURES = {
     "causal, groups": lambda x: Variant(rule="clamp", eps=1e-2),
     "no projection": lambda x: Variant(sinks=x["sinks"], softcap=2.0),
     "full": lambda x: Variant(MaskSpec(causal=False), "exact", softcap=2.0, scale=-0.3),
-    "window": lambda x: Variant(MaskSpec(window=100), "clamp", sinks=x["sinks"]),
+    "window": lambda x: Variant(MaskSpec(window=100), "clamp", sinks=np.array([-np.inf, 0.5], np.float32)),
     "band": lambda x: Variant(MaskSpec(causal=False, window=20), "clamp", eps=1e-2),
     "segments": lambda x: Variant(MaskSpec(segment_ids=jnp.asarray(x["segment_ids"])), "clamp", eps=1e-2),
     "full segments": lambda x: Variant(
@@ -70,7 +69,7 @@ def test_fewer_queries_than_keys():
     assert_close(run(INTERPRETED, x, variant), expected(x, variant), 5e-6)
 
 
-@pytest.mark.parametrize("blocks", [tpu.Blocks(256, 128, 128), tpu.Blocks(128, 256, 128)])
+@pytest.mark.parametrize("blocks", [tpu.Blocks(256, 128, 128, 128), tpu.Blocks(128, 256, 128, 128)])
 def test_block_sizes_do_not_matter(blocks):
     x = arrays(B=1)
     variant = Variant(MaskSpec(window=150), "clamp", eps=1e-2)
@@ -78,37 +77,53 @@ def test_block_sizes_do_not_matter(blocks):
 
 
 @pytest.mark.parametrize("features", ["causal, groups", "no projection", "window", "segments", "alpha"])
-def test_several_strips_in_a_block_on_the_diagonal(features):
-    """Causality is looked at in a strip's own square alone; a window or ids hide keys before it."""
-    blocks, x = tpu.Blocks(256, 256, 128), arrays(B=1)
+@pytest.mark.parametrize("blocks", [tpu.Blocks(256, 256, 128, 128), tpu.Blocks(512, 512, 256, 256)])
+def test_several_strips_and_pieces_in_a_block(features, blocks):
+    """On the diagonal causality is looked at in a strip's own square alone; a window or ids hide keys before it."""
+    x = arrays(B=1, T=600)
     variant = FEATURES[features](x)
     assert_close(run(tpu.backend(blocks, blocks, interpret=True), x, variant), expected(x, variant), 5e-6)
 
 
+@pytest.mark.parametrize("generation", [5, 6])
+def test_blocks_of_the_table_fit_any_length(monkeypatch, generation):
+    monkeypatch.setattr(tile, "generation", lambda: generation)
+    x = arrays(B=1, T=600)
+    assert_close(run(tpu.backend.__wrapped__(interpret=True), x, XSA), expected(x, XSA), 5e-6)
+
+
+@pytest.mark.parametrize("S", [256, 384])
+def test_own_values_that_are_not_the_diagonal_blocks(S):
+    """The queries' block holds their own keys, but not the values to project on."""
+    x = arrays(B=1, T=256, S=S)
+    variant = Variant(rule="clamp", eps=1e-2, v_self=x["v"][:, 255::-1])
+    assert_close(run(INTERPRETED, x, variant), expected(x, variant), 5e-6)
+
+
 @pytest.mark.fast
-@pytest.mark.parametrize(("blocks", "expected"), [((100, 128, 128), "multiples of 128"), ((128, 256, 384), "to divide kv")])
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [((128, 128, 128, 100), "multiples of 128"), ((128, 256, 384, 128), "to divide kv"), ((256, 128, 128, 384), "to divide q")],
+)
 def test_block_sizes_are_checked(blocks, expected):
     with pytest.raises(ValueError, match=expected):
         tpu.Blocks(*blocks)
 
 
 @pytest.mark.fast
-def test_division_on_older_chips(monkeypatch):
-    """A guess, which is 8 bits good when interpreted, and one step of Newton."""
-    monkeypatch.setattr(tile, "generation", lambda: 5)
-    x = np.geomspace(1e-12, 1e12, 1024, dtype=np.float32).reshape(8, 128)
-
-    def kernel(x_ref, out_ref):
-        out_ref[...] = tile.reciprocal(x_ref[...])
-
-    found = pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
-    np.testing.assert_allclose(found, 1 / x, rtol=2e-5)
+@pytest.mark.parametrize(
+    ("generation", "E", "size"), [(5, 128, (128, 128)), (6, 128, (256, 512)), (7, 256, (256, 256)), (None, 64, (256, 512))]
+)
+def test_scores_at_a_time_go_by_the_matrix_unit(monkeypatch, generation, E, size):
+    monkeypatch.setattr(tile, "generation", lambda: generation)
+    blocks = schedule.forward_blocks(E)
+    assert (blocks.compute, blocks.rows) == size
 
 
 @pytest.mark.parametrize("size", [128, 256])
 def test_rows_that_do_not_fit_come_in_chunks_and_smaller_blocks(monkeypatch, size):
-    monkeypatch.setattr(backward, "ROW_BYTES", 2 * 128 * 128 * 8)  # 128 rows of the two query heads
-    blocks = tpu.Blocks(size, size, 128)
+    monkeypatch.setattr(backward, "ROW_BYTES", 2 * 128 * 16 * 8)  # 128 rows of the two query heads
+    blocks = tpu.Blocks(size, size, 128, size)
     x = arrays(B=1)
     assert_close(run(tpu.backend(blocks, blocks, interpret=True), x, XSA), expected(x, XSA), 5e-6)
 
@@ -126,26 +141,26 @@ def test_half_percent_in_every_regime(common):
 def _with(fault):
     """`backward_body._open` followed by a fault in what it leaves behind."""
 
-    def faulty(call, own, x, row, total, *, honest=backward_body._open):
-        before = total.dv[own, :]
-        exact = honest(call, own, x, row, total)
-        fault(own, x, row, total, before)
+    def faulty(call, own, x, pair, total, *, honest=backward_body._open):
+        before = total.dv[:, own]
+        exact = honest(call, own, x, pair, total)
+        fault(own, x, pair, total, before)
         return exact
 
     return faulty
 
 
-def _literal_delta(own, x, row, total, before):
-    z, dz = (ref[own, :].astype(jnp.float32) for ref in (x.z, x.dz))
-    row.delta[:, own] = tile.row(tile.pack(jnp.sum(z * dz, axis=1, keepdims=True)))
+def _literal_delta(own, x, pair, total, before):
+    z, dz = (ref[own, :].T.astype(jnp.float32) for ref in (x.z, x.dz))
+    pair.delta[:, own] = jnp.sum(z * dz, axis=0, keepdims=True)
 
 
-def _no_dv_self(own, x, row, total, before):
-    total.dv[own, :] = before
+def _no_dv_self(own, x, pair, total, before):
+    total.dv[:, own] = before
 
 
-def _next_rows_dv_self(own, x, row, total, before):
-    total.dv[own, :] = before + jnp.roll(total.dv[own, :] - before, 1, axis=0)
+def _next_rows_dv_self(own, x, pair, total, before):
+    total.dv[:, own] = before + jnp.roll(total.dv[:, own] - before, 1, axis=1)
 
 
 def _next_diagonal(k_position, diagonal):

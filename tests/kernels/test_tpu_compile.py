@@ -41,7 +41,7 @@ def main(chip: str) -> None:
     from kernels import MaskSpec, Projection, fused, tpu
 
     mesh = Mesh(np.array(topologies.get_topology_desc(topology_name=CHIPS[chip], platform="tpu").devices[:1]), ("data",))
-    small = tpu.Blocks(256, 256, 256)
+    small = tpu.Blocks(256, 256, 256, 128)
     # Small blocks compile fast and hold every instruction; two calls at the sizes of the table show that those fit the memory.
     cases = [(mask, *HEADS[heads], E, 512, small) for mask, heads, E in itertools.product(MASKS, HEADS, (64, 128))]
     for mask, H, K, E, T, blocks in [*cases, ("segments", 8, 1, 128, 4096, None), ("causal", 32, 1, 256, 2048, None)]:
