@@ -4,9 +4,8 @@ Names of arrays end in the letters of their axes: B batch, T query time, S key t
 E head dim.
 """
 
-from kernels.api import attention, check
+from kernels.api import attention, check, weights
 from kernels.decode import project
-from kernels.reference import weights
 from kernels.spec import MaskSpec, Projection
 
 __all__ = ["MaskSpec", "Projection", "attention", "check", "project", "weights"]

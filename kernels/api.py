@@ -1,5 +1,6 @@
 """The one public function, and the check of what a call asks for."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -139,36 +140,78 @@ def check(
     tail: bool = False,
     lengths: tuple[int, ...] = (),
     xsa: Projection | None = None,
+    device: str | None = None,
 ) -> str:
     """The implementation that `attention` runs for these features: `impl` itself, or what "auto" picks. Needs no arrays.
 
     Args:
+      impl: as for `attention`, like `softcap`, `xsa` and the parts of a MaskSpec, `causal` and `window`.
+      dtype: of q.
+      head_dim: E.
+      segments: whether there are segment ids.
+      sinks: whether there are sinks.
       tail: the queries are fewer than the keys (chunked prefill, decoding).
       lengths: T and S where they are known; some implementations take only multiples of 128.
+      device: the platform that the program will run on, as `jax.default_backend()` names this machine's. None leaves that open:
+        a program may be compiled for another machine.
 
     Raises:
       ValueError: names the argument that is wrong, or the feature that the implementation cannot honour.
     """
-    dtype = jnp.dtype(dtype).name
+    with contextlib.suppress(TypeError):  # what is no dtype is none of these either
+        dtype = jnp.dtype(dtype).name
     need(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
-    need(
-        window is None or (isinstance(window, numbers.Integral) and window >= 1),
-        "mask.window",
-        window,
-        "None or a Python integer of at least 1 (the token itself)",
-    )
-    need(softcap is None or (is_number(softcap) and softcap > 0), "softcap", softcap, "None or a positive Python number")
+    need(_is_size(head_dim), "head_dim", head_dim, "a positive integer")
+    sizes = isinstance(lengths, tuple) and len(lengths) in (0, 2) and all(_is_size(length) for length in lengths)
+    need(sizes, "lengths", lengths, "() or (T, S), positive integers")
+    _check_numbers(window, softcap)
     check_projection(xsa)
     need(impl == "auto" or impl in IMPLEMENTATIONS, "impl", impl, f"'auto' or one of {', '.join(IMPLEMENTATIONS)}")
     installed = impl != "tokamax" or importlib.util.find_spec("tokamax") is not None
     need(installed, "impl", "'tokamax', which is not installed", "another, or the package: pip install tokamax")
     asked = support.Asked(dtype, head_dim, causal, window, segments, sinks, softcap, tail, lengths)
     name = support.pick(asked) if impl == "auto" else impl
-    lacking = support.lacking(name, asked)
-    able = [repr(name) for name in IMPLEMENTATIONS if not support.lacking(name, asked)]
+    lacking = support.lacking(name, asked, device)
+    able = [repr(name) for name in IMPLEMENTATIONS if not support.lacking(name, asked, device)]
     need(not lacking, "impl", f"{name!r}, which cannot honour {', '.join(lacking)}", f"one that can: {', '.join(able)}")
     log.info("impl=%r runs %s for %s", impl, name, asked)
     return name
+
+
+def weights(
+    q_BTHE: jax.Array,
+    k_BSKE: jax.Array,
+    mask: MaskSpec = CAUSAL,
+    sinks_H: jax.Array | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """The attention weights a_ij, for analysis. With sinks a row sums to less than 1.
+
+    Args:
+      q_BTHE, k_BSKE, sinks_H, softcap, scale: as for `attention`.
+      mask: as for `attention`; the queries are the last T of the S tokens.
+
+    Returns:
+      p_BKGTS in float32 (float64 for float64).
+
+    Raises:
+      ValueError: naming the argument.
+    """
+    _check_queries_and_keys(q_BTHE, k_BSKE, mask, sinks_H, scale)
+    _check_numbers(mask.window, softcap)
+    T, S = q_BTHE.shape[1], k_BSKE.shape[1]
+    need(T <= S, "q_BTHE", f"{T} queries", f"no more than the {S} keys of k_BSKE")
+    return reference.weights(q_BTHE, k_BSKE, mask, sinks_H, softcap, scale)
+
+
+def _is_size(x: object) -> bool:
+    return isinstance(x, numbers.Integral) and int(x) >= 1
+
+
+def _check_numbers(window: int | None, softcap: float | None) -> None:
+    need(window is None or _is_size(window), "mask.window", window, "None or a Python integer of at least 1 (the token itself)")
+    need(softcap is None or (is_number(softcap) and softcap > 0), "softcap", softcap, "None or a positive Python number")
 
 
 def _check_arrays(
@@ -181,23 +224,14 @@ def _check_arrays(
     v_self: jax.Array | None,
     scale: float | None,
 ) -> None:
-    need(isinstance(mask, MaskSpec), "mask", mask, "a MaskSpec")
     check_projection(xsa)
-    arrays = {"q_BTHE": q, "k_BSKE": k, "v_BSKE": v, "v_self_BTKE": v_self, "mask.segment_ids": mask.segment_ids, "sinks_H": sinks}
-    for name, x in arrays.items():
-        optional = name not in ("q_BTHE", "k_BSKE", "v_BSKE")
-        need(hasattr(x, "shape") or (optional and x is None), name, type(x).__name__, "an array")
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    need(AxisType.Explicit not in kinds, "the mesh", f"axes of types {kinds}", "AxisType.Auto: jax.make_mesh(..., axis_types=...)")
-    need(q.ndim == 4, "q_BTHE", q.shape, "four axes [B, T, H, E]")
-    B, T, H, E = q.shape
-    need(k.ndim == 4 and k.shape[0] == B and k.shape[3] == E, "k_BSKE", k.shape, f"[{B}, S, K, {E}] to fit q_BTHE {q.shape}")
-    S, K = k.shape[1:3]
+    _check_queries_and_keys(q, k, mask, sinks, scale)
+    (B, T, H, E), (_, S, K, _) = q.shape, k.shape
+    _check_is_array("v_BSKE", v)
     need(v.shape == k.shape, "v_BSKE", v.shape, f"the shape of k_BSKE, {k.shape}")
-    need(K > 0 and H % K == 0, "q_BTHE", f"{H} heads", f"a multiple of the {K} KV heads of k_BSKE")
-    need(k.dtype == q.dtype, "k_BSKE", k.dtype, f"the dtype of q_BTHE, {q.dtype}")
     need(v.dtype == q.dtype, "v_BSKE", v.dtype, f"the dtype of q_BTHE, {q.dtype}")
     if v_self is not None:
+        _check_is_array("v_self_BTKE", v_self)
         need(v_self.shape == (B, T, K, E), "v_self_BTKE", v_self.shape, f"{(B, T, K, E)}")
         need(v_self.dtype == q.dtype, "v_self_BTKE", v_self.dtype, f"the dtype of q_BTHE, {q.dtype}")
     placed = mask.causal or mask.window is not None or mask.segment_ids is not None
@@ -208,13 +242,33 @@ def _check_arrays(
             "None" if v_self is None else v_self.shape,
             f"the own values of the last {T} of {S} tokens, because q_BTHE has {T} and k_BSKE has {S}",
         )
-    if mask.segment_ids is not None:
-        ids = mask.segment_ids
+    if xsa is not None:
+        need(jnp.shape(xsa.alpha) in ((), (H,)), "xsa.alpha", jnp.shape(xsa.alpha), f"one number or {(H,)}")
+
+
+def _check_queries_and_keys(q: jax.Array, k: jax.Array, mask: MaskSpec, sinks: jax.Array | None, scale: float | None) -> None:
+    need(isinstance(mask, MaskSpec), "mask", mask, "a MaskSpec")
+    for name, x in {"q_BTHE": q, "k_BSKE": k}.items():
+        _check_is_array(name, x)
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    need(AxisType.Explicit not in kinds, "the mesh", f"axes of types {kinds}", "AxisType.Auto: jax.make_mesh(..., axis_types=...)")
+    need(q.ndim == 4, "q_BTHE", q.shape, "four axes [B, T, H, E]")
+    B, _, H, E = q.shape
+    need(k.ndim == 4 and k.shape[0] == B and k.shape[3] == E, "k_BSKE", k.shape, f"[{B}, S, K, {E}] to fit q_BTHE {q.shape}")
+    S, K = k.shape[1:3]
+    need(K > 0 and H % K == 0, "q_BTHE", f"{H} heads", f"a multiple of the {K} KV heads of k_BSKE")
+    need(k.dtype == q.dtype, "k_BSKE", k.dtype, f"the dtype of q_BTHE, {q.dtype}")
+    ids = mask.segment_ids
+    if ids is not None:
+        _check_is_array("mask.segment_ids", ids)
         need(ids.shape == (B, S), "mask.segment_ids", ids.shape, f"{(B, S)}")
         need(ids.dtype == jnp.int32, "mask.segment_ids", ids.dtype, "int32")
     need(scale is None or is_number(scale), "scale", scale, "None or a number that is known when the program is traced")
     if sinks is not None:
+        _check_is_array("sinks_H", sinks)
         need(sinks.shape == (H,), "sinks_H", sinks.shape, f"{(H,)}")
         need(jnp.issubdtype(sinks.dtype, jnp.floating), "sinks_H", sinks.dtype, "a floating dtype")
-    if xsa is not None:
-        need(jnp.shape(xsa.alpha) in ((), (H,)), "xsa.alpha", jnp.shape(xsa.alpha), f"one number or {(H,)}")
+
+
+def _check_is_array(name: str, x: object) -> None:
+    need(hasattr(x, "shape"), name, type(x).__name__, "an array")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.spec import CAUSAL, MaskSpec, Projection
+from kernels.spec import MaskSpec, Projection
 
 
 def group(x_BTHE: jax.Array, num_kv_heads: int) -> jax.Array:
@@ -37,12 +37,12 @@ def dense_mask(mask: MaskSpec, T: int, S: int) -> jax.Array:
 def weights(
     q_BTHE: jax.Array,
     k_BSKE: jax.Array,
-    mask: MaskSpec = CAUSAL,
-    sinks_H: jax.Array | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
+    mask: MaskSpec,
+    sinks_H: jax.Array | None,
+    softcap: float | None,
+    scale: float | None,
 ) -> jax.Array:
-    """The attention weights a_ij: float32 [B, K, G, T, S]. With sinks a row sums to less than 1."""
+    """`api.weights` of arguments that are known to be good."""
     (_, T, H, E), (_, S, K, _) = q_BTHE.shape, k_BSKE.shape
     wide = jnp.promote_types(q_BTHE.dtype, jnp.float32)
     q_BTKGE = group(q_BTHE, K).astype(wide)

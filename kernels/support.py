@@ -58,11 +58,13 @@ class Support:
         "compiled": values not at all.
       lacks: the rows of `FEATURES` that it cannot honour.
       only_compiled: those whose values were not checked though others were.
+      devices: the platforms that it runs on, interpreted on a CPU if need be; None: all.
     """
 
     checked: Literal["run", "interpreted", "simulated", "compiled"]
     lacks: tuple[str, ...] = ()
     only_compiled: tuple[str, ...] = ()
+    devices: tuple[str, ...] | None = None
 
     def cell(self, feature: str) -> str:
         """The cell of the table: "-" where the implementation raises."""
@@ -86,6 +88,7 @@ SUPPORT = {
             "a head_dim up to 256 that 8 does not divide",
             "head_dim above 256",
         ),
+        devices=("gpu",),
     ),
     "splash": Support(
         "interpreted",
@@ -97,6 +100,7 @@ SUPPORT = {
             "dtype=float64",
             "head_dim above 256",
         ),
+        devices=("tpu", "cpu"),
     ),
     # As it is on a CPU; tokamax's kernels themselves were not checked.
     "tokamax": Support(
@@ -108,8 +112,8 @@ SUPPORT = {
             "head_dim above 256",
         ),
     ),
-    "tpu": Support("interpreted", ("dtype=float16", "dtype=float64", "head_dim above 256")),
-    "triton": Support("interpreted", ("dtype=float64", "head_dim above 256")),
+    "tpu": Support("interpreted", ("dtype=float16", "dtype=float64", "head_dim above 256"), devices=("tpu", "cpu")),
+    "triton": Support("interpreted", ("dtype=float64", "head_dim above 256"), devices=("gpu", "cpu")),
     "hopper": Support(
         "simulated",
         (
@@ -120,6 +124,7 @@ SUPPORT = {
             "head_dim above 256",
         ),
         only_compiled=("dtype=float16", "head_dim 80 or 96"),
+        devices=("gpu",),
     ),
 }
 
@@ -128,9 +133,11 @@ SUPPORT = {
 AUTO = {"tpu": ("tpu",), "gpu": ("triton",)}
 
 
-def lacking(impl: str, asked: Asked) -> list[str]:
-    """What `impl` cannot honour of a call."""
-    return [feature for feature in SUPPORT[impl].lacks if FEATURES[feature](asked)]
+def lacking(impl: str, asked: Asked, device: str | None = None) -> list[str]:
+    """What `impl` cannot honour of a call, the device's platform included where it is known."""
+    support = SUPPORT[impl]
+    elsewhere = device is not None and support.devices is not None and device not in support.devices
+    return [f"device={device}"] * elsewhere + [feature for feature in support.lacks if FEATURES[feature](asked)]
 
 
 def pick(asked: Asked) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
@@ -86,6 +87,64 @@ def trace(arrays, options):
 def test_bad_call_names_its_argument(argument, arrays, options):
     with pytest.raises(ValueError, match=f"^{argument}: found .*, expected "):
         trace(arrays, options)
+
+
+BAD_WEIGHTS = [
+    ("q_BTHE", {"q_BTHE": shape(2, 6, 3, 8)}),
+    ("q_BTHE", {"q_BTHE": shape(2, 7, 4, 8)}),
+    ("q_BTHE", {"q_BTHE": None}),
+    ("k_BSKE", {"k_BSKE": shape(2, 6, 2, 4)}),
+    ("mask", {"mask": "causal"}),
+    ("mask.window", {"mask": MaskSpec(window=0)}),
+    ("mask.segment_ids", {"mask": MaskSpec(segment_ids=np.zeros((2, 5), np.int32))}),
+    ("sinks_H", {"sinks_H": np.zeros(2, np.float32)}),
+    ("softcap", {"softcap": 0.0}),
+    ("scale", {"scale": "1"}),
+]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("argument", "bad"), BAD_WEIGHTS)
+def test_bad_call_of_weights_names_its_argument(argument, bad):
+    call = {"q_BTHE": GOOD["q_BTHE"], "k_BSKE": GOOD["k_BSKE"], **bad}
+    options = {name: call.pop(name) for name in ("mask", "softcap", "scale", "sinks_H") if name in call}
+    with pytest.raises(ValueError, match=f"^{argument}: found .*, expected "):
+        jax.eval_shape(lambda q, k: kernels.weights(q, k, **options), *call.values())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("argument", "bad"),
+    [
+        ("dtype", {"dtype": "float8"}),
+        ("dtype", {"dtype": "int32"}),
+        ("head_dim", {"head_dim": 0}),
+        ("head_dim", {"head_dim": 64.0}),
+        ("lengths", {"lengths": (128,)}),
+        ("lengths", {"lengths": (128, 0)}),
+        ("mask.window", {"window": 0}),
+        ("softcap", {"softcap": -1.0}),
+        ("xsa", {"xsa": True}),
+        ("impl", {"impl": "flash"}),
+    ],
+)
+def test_bad_check_names_its_argument(argument, bad):
+    with pytest.raises(ValueError, match=f"^{argument}: found .*, expected "):
+        kernels.check(**{"dtype": "bfloat16", "head_dim": 64, **bad})
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("impl", "device"), [("hopper", "cpu"), ("cudnn", "tpu"), ("splash", "gpu"), ("tpu", "gpu"), ("triton", "tpu")]
+)
+def test_an_implementation_for_other_devices_is_refused_where_the_device_is_known(impl, device):
+    call = {"dtype": "bfloat16", "head_dim": 64}
+    with pytest.raises(
+        ValueError, match=f"^impl: found '{impl}', which cannot honour device={device}, expected one that can: .*'xla'"
+    ):
+        kernels.check(impl, **call, device=device)
+    assert kernels.check(impl, **call) == impl
+    assert kernels.check("xla", **call, device="another") == "xla"
 
 
 @pytest.mark.fast

@@ -206,11 +206,17 @@ def test_the_loss_in_bfloat16_is_near_that_in_float32():
 
 @pytest.mark.fast
 def test_an_implementation_that_cannot_is_refused_when_the_model_is_described():
-    cudnn = {"attention.impl": "cudnn", "model.dtype": "bfloat16", "attention.head_dim": 8}
-    build(tiny_config(cudnn))
-    for overrides, feature in (({"attention.logit_softcap": 5.0}, "softcap"), ({"data.documents": "isolate"}, "segment")):
-        with pytest.raises(ConfigError, match=rf"attention\.impl='cudnn'.*{feature}"):
-            build(tiny_config({**cudnn, **overrides}))
+    splash = {"attention.impl": "splash", "data.seq_len": 128, "train.loss_chunk": 128}
+    build(tiny_config(splash))
+    for overrides, feature in (
+        ({"attention.impl": "cudnn"}, "device=cpu, dtype=float32"),
+        ({"attention.impl": "hopper", "model.dtype": "bfloat16", "attention.head_dim": 64}, "device=cpu, expected"),
+        ({"attention.impl": "tokamax", "data.documents": "isolate"}, "tokamax"),
+        ({"data.seq_len": 64, "train.loss_chunk": 64}, "queries no multiple of 128"),
+    ):
+        config = {**splash, **overrides}
+        with pytest.raises(ConfigError, match=rf"attention\.impl='{config['attention.impl']}'.*{feature}"):
+            build(tiny_config(config))
 
 
 @pytest.mark.fast

@@ -107,8 +107,8 @@ def _projects(config: AttentionConfig, num_layers: int) -> tuple[bool, ...]:
     return xsa_layers(config.xsa.layers, num_layers) if config.kind == "xsa" else (False,) * num_layers
 
 
-def check(model: ModelConfig, config: AttentionConfig, *, segments: bool) -> None:
-    """Refuses an implementation that cannot do what the config asks, before any device work.
+def check(model: ModelConfig, config: AttentionConfig, *, segments: bool, seq_len: int) -> None:
+    """Refuses an implementation that cannot do what the config asks on this machine, before any device work.
 
     Raises:
       ConfigError: naming `attention.impl` and what it lacks.
@@ -123,6 +123,8 @@ def check(model: ModelConfig, config: AttentionConfig, *, segments: bool) -> Non
             segments=segments,
             sinks=config.sinks,
             softcap=config.logit_softcap or None,
+            lengths=(seq_len, seq_len),
+            device=jax.default_backend(),
         )
     except ValueError as error:
         raise ConfigError(f"attention.impl={config.impl!r}: {error}") from None

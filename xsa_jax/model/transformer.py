@@ -153,7 +153,7 @@ def build(config: Config) -> Model:
     Raises:
       ConfigError: when the chosen attention implementation cannot do what the config asks.
     """
-    check(config.model, config.attention, segments=config.data.documents == "isolate")
+    check(config.model, config.attention, segments=config.data.documents == "isolate", seq_len=config.data.seq_len)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _transformer(config, jax.random.key(0))))
     params = nnx.to_pure_dict(state)
     axes = nnx.to_pure_dict(jax.tree.map(_axes, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
