@@ -248,15 +248,16 @@ def _check_arrays(
 
 def _check_queries_and_keys(q: jax.Array, k: jax.Array, mask: MaskSpec, sinks: jax.Array | None, scale: float | None) -> None:
     need(isinstance(mask, MaskSpec), "mask", mask, "a MaskSpec")
-    for name, x in {"q_BTHE": q, "k_BSKE": k}.items():
-        _check_is_array(name, x)
+    _check_is_array("q_BTHE", q)
+    _check_is_array("k_BSKE", k)
     kinds = jax.sharding.get_abstract_mesh().axis_types
     need(AxisType.Explicit not in kinds, "the mesh", f"axes of types {kinds}", "AxisType.Auto: jax.make_mesh(..., axis_types=...)")
-    need(q.ndim == 4, "q_BTHE", q.shape, "four axes [B, T, H, E]")
+    need(q.ndim == 4 and 0 not in q.shape, "q_BTHE", q.shape, "four axes [B, T, H, E], none of them empty")
     B, _, H, E = q.shape
     need(k.ndim == 4 and k.shape[0] == B and k.shape[3] == E, "k_BSKE", k.shape, f"[{B}, S, K, {E}] to fit q_BTHE {q.shape}")
     S, K = k.shape[1:3]
-    need(K > 0 and H % K == 0, "q_BTHE", f"{H} heads", f"a multiple of the {K} KV heads of k_BSKE")
+    need(S > 0 and K > 0, "k_BSKE", k.shape, "no empty axis")
+    need(H % K == 0, "q_BTHE", f"{H} heads", f"a multiple of the {K} KV heads of k_BSKE")
     need(k.dtype == q.dtype, "k_BSKE", k.dtype, f"the dtype of q_BTHE, {q.dtype}")
     ids = mask.segment_ids
     if ids is not None:

@@ -30,6 +30,10 @@ BAD = [
     # argument named, arrays that differ from GOOD, other arguments
     ("q_BTHE", {"q_BTHE": shape(6, 4, 8)}, {}),
     ("q_BTHE", {"q_BTHE": shape(2, 6, 3, 8)}, {}),
+    ("q_BTHE", {name: shape(2, 0, 2, 8) for name in GOOD}, {}),
+    ("q_BTHE", {name: shape(2, 6, 2, 0) for name in GOOD}, {}),
+    ("k_BSKE", {name: shape(2, 0, 2, 8) for name in ("k_BSKE", "v_BSKE")}, {}),
+    ("k_BSKE", {name: shape(2, 6, 0, 8) for name in ("k_BSKE", "v_BSKE")}, {}),
     ("k_BSKE", {"k_BSKE": shape(2, 6, 8)}, {}),
     ("k_BSKE", {"k_BSKE": shape(3, 6, 2, 8)}, {}),
     ("k_BSKE", {"k_BSKE": shape(2, 6, 2, 4)}, {}),
