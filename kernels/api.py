@@ -1,4 +1,4 @@
-"""The one public function, and the check of what a call asks for."""
+"""Attention and its weights, and the check of what a call asks for."""
 
 import contextlib
 import dataclasses
@@ -116,14 +116,10 @@ def attention(
         segments=mask.segment_ids is not None,
         sinks=sinks_H is not None,
         softcap=softcap,
-        tail=q_BTHE.shape[1] != k_BSKE.shape[1],
         lengths=(q_BTHE.shape[1], k_BSKE.shape[1]),
         xsa=xsa,
     )
-    scale = q_BTHE.shape[-1] ** -0.5 if scale is None else float(scale)
-    softcap = None if softcap is None else float(softcap)
-    if mask.window is not None:  # a wider one hides nothing, and may be too large for an int32
-        mask = dataclasses.replace(mask, window=int(mask.window) if mask.window < k_BSKE.shape[1] else None)
+    mask, softcap, scale = _plain(q_BTHE, k_BSKE, mask, softcap, scale)
     return IMPLEMENTATIONS[name](q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, mask, xsa, sinks_H, softcap, scale)
 
 
@@ -150,27 +146,28 @@ def check(
       head_dim: E.
       segments: whether there are segment ids.
       sinks: whether there are sinks.
-      tail: the queries are fewer than the keys (chunked prefill, decoding).
+      tail: the queries are fewer than the keys (chunked prefill, decoding); where `lengths` are given, they say that.
       lengths: T and S where they are known; some implementations take only multiples of 128.
-      device: the platform that the program will run on, as `jax.default_backend()` names this machine's. None leaves that open:
-        a program may be compiled for another machine.
+      device: the platform that the program will run on, "cpu", "gpu" or "tpu", as `jax.default_backend()` names this machine's.
+        None leaves that open: a program may be compiled for another machine, and "auto" takes it for this one.
 
     Raises:
       ValueError: names the argument that is wrong, or the feature that the implementation cannot honour.
     """
-    with contextlib.suppress(TypeError):  # what is no dtype is none of these either
-        dtype = jnp.dtype(dtype).name
-    need(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
+    dtype = _dtype_name(dtype)
     need(_is_size(head_dim), "head_dim", head_dim, "a positive integer")
-    sizes = isinstance(lengths, tuple) and len(lengths) in (0, 2) and all(_is_size(length) for length in lengths)
+    sizes = isinstance(lengths, tuple | list) and len(lengths) in (0, 2) and all(_is_size(length) for length in lengths)
     need(sizes, "lengths", lengths, "() or (T, S), positive integers")
+    need(device is None or isinstance(device, str), "device", device, "None or a platform, such as jax.default_backend()")
+    if lengths:
+        tail = lengths[0] != lengths[1]
     _check_numbers(window, softcap)
     check_projection(xsa)
-    need(impl == "auto" or impl in IMPLEMENTATIONS, "impl", impl, f"'auto' or one of {', '.join(IMPLEMENTATIONS)}")
+    need(impl in ("auto", *IMPLEMENTATIONS), "impl", impl, f"'auto' or one of {', '.join(IMPLEMENTATIONS)}")
     installed = impl != "tokamax" or importlib.util.find_spec("tokamax") is not None
     need(installed, "impl", "'tokamax', which is not installed", "another, or the package: pip install tokamax")
-    asked = support.Asked(dtype, head_dim, causal, window, segments, sinks, softcap, tail, lengths)
-    name = support.pick(asked) if impl == "auto" else impl
+    asked = support.Asked(dtype, head_dim, causal, window, segments, sinks, softcap, tail, tuple(lengths))
+    name = support.pick(asked, device) if impl == "auto" else impl
     lacking = support.lacking(name, asked, device)
     able = [repr(name) for name in IMPLEMENTATIONS if not support.lacking(name, asked, device)]
     need(not lacking, "impl", f"{name!r}, which cannot honour {', '.join(lacking)}", f"one that can: {', '.join(able)}")
@@ -200,13 +197,37 @@ def weights(
     """
     _check_queries_and_keys(q_BTHE, k_BSKE, mask, sinks_H, scale)
     _check_numbers(mask.window, softcap)
+    _dtype_name(q_BTHE.dtype)
     T, S = q_BTHE.shape[1], k_BSKE.shape[1]
-    need(T <= S, "q_BTHE", f"{T} queries", f"no more than the {S} keys of k_BSKE")
+    need(T <= S or not _is_placed(mask), "q_BTHE", f"{T} queries", f"no more than the {S} keys of k_BSKE")
+    mask, softcap, scale = _plain(q_BTHE, k_BSKE, mask, softcap, scale)
     return reference.weights(q_BTHE, k_BSKE, mask, sinks_H, softcap, scale)
 
 
+def _plain(
+    q: jax.Array, k: jax.Array, mask: MaskSpec, softcap: float | None, scale: float | None
+) -> tuple[MaskSpec, float | None, float]:
+    """The mask, the soft-cap and the scale as Python numbers, with defaults filled in."""
+    if mask.window is not None:  # one as wide as the keys hides nothing, and may be too large for an int32
+        mask = dataclasses.replace(mask, window=int(mask.window) if mask.window < k.shape[1] else None)
+    return mask, None if softcap is None else float(softcap), q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def _is_placed(mask: MaskSpec) -> bool:
+    """Whether it depends on which tokens the queries are."""
+    return mask.causal or mask.window is not None or mask.segment_ids is not None
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = None
+    with contextlib.suppress(TypeError):  # what is no dtype is none of these either; and NumPy takes None for float64
+        name = None if dtype is None else jnp.dtype(dtype).name
+    need(name in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
+    return str(name)
+
+
 def _is_size(x: object) -> bool:
-    return isinstance(x, numbers.Integral) and int(x) >= 1
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool) and int(x) >= 1
 
 
 def _check_numbers(window: int | None, softcap: float | None) -> None:
@@ -234,8 +255,7 @@ def _check_arrays(
         _check_is_array("v_self_BTKE", v_self)
         need(v_self.shape == (B, T, K, E), "v_self_BTKE", v_self.shape, f"{(B, T, K, E)}")
         need(v_self.dtype == q.dtype, "v_self_BTKE", v_self.dtype, f"the dtype of q_BTHE, {q.dtype}")
-    placed = mask.causal or mask.window is not None or mask.segment_ids is not None
-    if xsa is not None or placed:
+    if xsa is not None or _is_placed(mask):
         need(
             T == S or (T < S and v_self is not None),
             "v_self_BTKE",
@@ -252,7 +272,7 @@ def _check_queries_and_keys(q: jax.Array, k: jax.Array, mask: MaskSpec, sinks: j
     _check_is_array("k_BSKE", k)
     kinds = jax.sharding.get_abstract_mesh().axis_types
     need(AxisType.Explicit not in kinds, "the mesh", f"axes of types {kinds}", "AxisType.Auto: jax.make_mesh(..., axis_types=...)")
-    need(q.ndim == 4 and 0 not in q.shape, "q_BTHE", q.shape, "four axes [B, T, H, E], none of them empty")
+    need(q.ndim == 4 and 0 not in q.shape[1:], "q_BTHE", q.shape, "four axes [B, T, H, E], of which only B may be empty")
     B, _, H, E = q.shape
     need(k.ndim == 4 and k.shape[0] == B and k.shape[3] == E, "k_BSKE", k.shape, f"[{B}, S, K, {E}] to fit q_BTHE {q.shape}")
     S, K = k.shape[1:3]

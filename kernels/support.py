@@ -140,9 +140,10 @@ def lacking(impl: str, asked: Asked, device: str | None = None) -> list[str]:
     return [f"device={device}"] * elsewhere + [feature for feature in support.lacks if FEATURES[feature](asked)]
 
 
-def pick(asked: Asked) -> str:
-    """What "auto" takes for a call on this machine."""
-    return next((impl for impl in AUTO.get(_device(), ()) if not lacking(impl, asked)), "xla")
+def pick(asked: Asked, device: str | None = None) -> str:
+    """What "auto" takes for a call on this machine, or on another platform."""
+    device = _device() if device in (None, jax.default_backend()) else device
+    return next((impl for impl in AUTO.get(device or "", ()) if not lacking(impl, asked)), "xla")
 
 
 def _device() -> str:

@@ -75,6 +75,7 @@ def backward_main(
 def _in_chunks(blocks: Blocks, interpret, call: Call, k_BSKE, v_BSKE, segment_ids, rows: dict[str, Any], dv_BTKE):
     """dq, dk, dv and delta, from as many query rows at a time as fit into VMEM."""
     (_, T, H, E), (_, S, K, _) = rows["q"].shape, k_BSKE.shape
+    # E in sublanes, of which a bfloat16 register has 16
     row_bytes = H // K * schedule.round_up(E, 16) * (4 + (0 if rows.get("c") is None else rows["q"].dtype.itemsize))
     while blocks.q > LANES and blocks.q * row_bytes > ROW_BYTES:  # many query heads on a KV head
         blocks = blocks.fit(blocks.q // 2, blocks.q // 2)

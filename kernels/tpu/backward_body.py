@@ -1,7 +1,8 @@
 """The backward kernel's body: what happens at one pair of blocks, and at the first visit to a block of rows.
 
 Of scores the keys are in sublanes and the queries in lanes. What is made of rows has E in sublanes and the rows in lanes: numbers
-per row fill registers, and the products that make dq, dk and dv have as many columns as the matrix unit, where E would be half.
+per row fill registers, and the products that make dq, dk and dv fill the 256 columns of the matrix units of v6e and tpu7x, of which
+E = 128 columns would leave half idle.
 """
 
 from typing import Any, NamedTuple
@@ -61,8 +62,8 @@ class Scratch(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What a pair of blocks has with rows in lanes: references to its rows' dy (None: see `Scratch`), delta and dq, and, once they
-    are wanted, dy that is dz, q and k as values."""
+    """What a pair of blocks has with rows in lanes: references to dy (None where that is dz), delta and dq of its queries. After
+    `_turned` also dy in any case, q and k."""
 
     dy: Any
     delta: Any
@@ -120,7 +121,8 @@ def kernel(grid: Grid, at, kinds: frozenset[int], *refs):
 def _block(grid: Grid, starts, x: Inputs, pair: Pair, total: Scratch):
     """A pair of blocks; `starts` (of queries, of keys) where some of it is hidden or on the diagonal."""
     pair, pieces, ahead = _turned(x, pair), grid.blocks.pieces(), max(grid.blocks.parts - 1, 1)
-    products: list[_Products] = []  # made ahead, so that the matrix unit need not wait for the weights
+    # Made ahead, so that the matrix unit need not wait for the weights; one piece fewer than in the forward kernel costs least.
+    products: list[_Products] = []
     for n, piece in enumerate(pieces):
         products += [_products(grid.call, *later, x, pair) for later in pieces[len(products) : n + ahead]]
         _piece(grid, starts, *piece, products[n], x, pair, total)
@@ -192,7 +194,7 @@ def _piece(
     q, k, dy = pair.q[:, queries], pair.k[:, keys], pair.dy[:, queries]
     p_dv = p = jnp.exp2(s - x.stats[:1, queries] * LOG2E)
     if starts is not None:
-        p_dv = p = _hide(grid, starts, keys, queries, x, p)
+        p_dv = p = _hide(grid, starts, queries, keys, x, p)
         # Tokens and themselves: without weight in dv and without dP. In dv -c in its place is the part -c dy of dv_self.
         if diagonal is not None:
             c = x.stats[1:, keys]
@@ -209,7 +211,7 @@ def _piece(
     pair.dq[:, queries] += tile.dot(k, ds, tile.NN)
 
 
-def _hide(grid: Grid, starts, keys: slice, queries: slice, x: Inputs, p: jax.Array) -> jax.Array:
+def _hide(grid: Grid, starts, queries: slice, keys: slice, x: Inputs, p: jax.Array) -> jax.Array:
     """`p` without the weights of keys that a query does not see."""
     # On the diagonal, causality alone hides keys only from queries among them.
     alone = grid.triangular and x.q_ids is None and grid.call.window is None and keys.start == queries.start

@@ -38,8 +38,8 @@ class _Inputs(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Of each query, in lanes: y before it is divided, the running maximum, and the sums of every eighth weight. In VMEM, where own
-    tokens may be in any block, also `_diagonal`."""
+    """Of each query, in lanes: y before it is divided, the running maximum, and the sums of every eighth weight; where own tokens
+    are not all in the last block, also what `_diagonal` returns."""
 
     y: Any
     maximum: Any

@@ -79,7 +79,7 @@ def backward_blocks() -> Blocks:
 
 
 def _small_matrix_unit() -> bool:
-    """Whether it has 128 x 128 cells, as up to v5, and not 256 x 256, as also taken where no TPU is known."""
+    """Whether it has 128 x 128 cells, as up to v5; from v6 on, and where no TPU is known, 256 x 256."""
     return (tile.generation() or 6) <= 5
 
 
@@ -195,7 +195,7 @@ def padded_ids(segment_ids: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array
 
 
 def ids_for_keys_first(segment_ids: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
-    """Those ids as the kernels read them, queries in lanes and keys in sublanes: [B, 1, T] and, over 128 lanes, [B, S, 128]."""
+    """The padded ids of queries in lanes, [B, 1, T], and of keys in sublanes, repeated over the lanes, [B, S, 128]."""
     q_ids, k_ids = padded_ids(segment_ids, grid)
     return q_ids[:, None], jnp.broadcast_to(k_ids[:, :, None], (*k_ids.shape, LANES))
 

@@ -98,6 +98,7 @@ BAD_WEIGHTS = [
     ("q_BTHE", {"q_BTHE": shape(2, 7, 4, 8)}),
     ("q_BTHE", {"q_BTHE": None}),
     ("k_BSKE", {"k_BSKE": shape(2, 6, 2, 4)}),
+    ("dtype", {name: shape(*GOOD[name].shape, dtype=jnp.int32) for name in ("q_BTHE", "k_BSKE")}),
     ("mask", {"mask": "causal"}),
     ("mask.window", {"mask": MaskSpec(window=0)}),
     ("mask.segment_ids", {"mask": MaskSpec(segment_ids=np.zeros((2, 5), np.int32))}),
@@ -122,6 +123,9 @@ def test_bad_call_of_weights_names_its_argument(argument, bad):
     [
         ("dtype", {"dtype": "float8"}),
         ("dtype", {"dtype": "int32"}),
+        ("dtype", {"dtype": None}),
+        ("device", {"device": 0}),
+        ("head_dim", {"head_dim": True}),
         ("head_dim", {"head_dim": 0}),
         ("head_dim", {"head_dim": 64.0}),
         ("lengths", {"lengths": (128,)}),
@@ -149,6 +153,27 @@ def test_an_implementation_for_other_devices_is_refused_where_the_device_is_know
         kernels.check(impl, **call, device=device)
     assert kernels.check(impl, **call) == impl
     assert kernels.check("xla", **call, device="another") == "xla"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("device", "name"), [("tpu", "tpu"), ("gpu", "triton"), ("cpu", "xla"), ("another", "xla"), (None, "xla")])
+def test_auto_goes_by_the_device_that_is_named(device, name):
+    assert kernels.check(dtype="bfloat16", head_dim=64, device=device) == name
+
+
+@pytest.mark.fast
+def test_lengths_say_whether_queries_are_fewer_than_keys():
+    with pytest.raises(ValueError, match=r"cannot honour mask\.causal with fewer queries than keys"):
+        kernels.check("cudnn", dtype="bfloat16", head_dim=64, lengths=[128, 256])
+    assert kernels.check("cudnn", dtype="bfloat16", head_dim=64, lengths=(128, 128), tail=True) == "cudnn"
+
+
+@pytest.mark.fast
+def test_weights_take_what_attention_takes():
+    q, k = (jnp.ones(a.shape) for a in (GOOD["q_BTHE"], GOOD["k_BSKE"]))
+    same = kernels.weights(q, k, MaskSpec(window=2**40), softcap=np.float64(0.3), scale=np.float32(0.5))
+    np.testing.assert_array_equal(same, kernels.weights(q, k, softcap=0.3, scale=0.5))
+    assert kernels.weights(q, k[:, :5], MaskSpec(causal=False)).shape == (2, 2, 2, 6, 5)
 
 
 @pytest.mark.fast

@@ -215,7 +215,9 @@ def test_an_implementation_that_cannot_is_refused_when_the_model_is_described():
         ({"data.seq_len": 64, "train.loss_chunk": 64}, "queries no multiple of 128"),
     ):
         config = {**splash, **overrides}
-        with pytest.raises(ConfigError, match=rf"attention\.impl='{config['attention.impl']}'.*{feature}"):
+        with pytest.raises(
+            ConfigError, match=rf"attention\.impl='{config['attention.impl']}' at data.seq_len={config['data.seq_len']}.*{feature}"
+        ):
             build(tiny_config(config))
 
 

@@ -108,7 +108,7 @@ def _projects(config: AttentionConfig, num_layers: int) -> tuple[bool, ...]:
 
 
 def check(model: ModelConfig, config: AttentionConfig, *, segments: bool, seq_len: int) -> None:
-    """Refuses an implementation that cannot do what the config asks on this machine, before any device work.
+    """Refuses an implementation that cannot do what the config asks on this machine, before anything is compiled.
 
     Raises:
       ConfigError: naming `attention.impl` and what it lacks.
@@ -127,4 +127,4 @@ def check(model: ModelConfig, config: AttentionConfig, *, segments: bool, seq_le
             device=jax.default_backend(),
         )
     except ValueError as error:
-        raise ConfigError(f"attention.impl={config.impl!r}: {error}") from None
+        raise ConfigError(f"attention.impl={config.impl!r} at data.seq_len={seq_len}: {error}") from None
