@@ -27,7 +27,7 @@ from kernels.tpu.schedule import COMPUTE, DIAGONAL, DONE, MASKED, NEW, Blocks, G
 from kernels.tpu.tile import LANES
 
 # For what rows keep in VMEM from their first visit to their last: dq in float32 and, with the projection, dy.
-ROW_BYTES = 16 * 2**20
+ROW_BYTES = 12 * 2**20
 VMEM_BYTES = 48 * 2**20
 
 
