@@ -38,7 +38,7 @@ test-fast: $(READY)
 ## Compile the kernels for every TPU and GPU they are written for, and compare their cost on TPUs with the stored one.
 gates: $(GATES_READY)
 	GATES=required $(GATES_RUN) -m pytest -n auto --dist worksteal tests/kernels/test_gpu_compile.py tests/kernels/test_tpu_compile.py
-	$(GATES_RUN) benchmarks/tpu_bundles.py --check benchmarks/results/tpu_bundles.json
+	PYTHONPATH=kernels $(GATES_RUN) benchmarks/tpu_bundles.py --check benchmarks/results/tpu_bundles.json
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -61,10 +61,10 @@ check-python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); xsa_jax needs 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
 
-$(READY): requirements.lock pyproject.toml | check-python
+$(READY): requirements.lock pyproject.toml kernels/pyproject.toml | check-python
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --requirement requirements.lock
-	$(RUN) -m pip install --quiet --no-deps --editable .
+	$(RUN) -m pip install --quiet --no-deps --editable ./kernels --editable .
 	touch $@
 
 $(GATES_READY): requirements-gates.lock | check-python

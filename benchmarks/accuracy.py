@@ -20,8 +20,8 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from benchmarks import _record
-from kernels import Projection, attention, reference, weights
-from kernels.api import IMPLEMENTATIONS
+from xsa_kernels import Projection, attention, reference, weights
+from xsa_kernels.api import IMPLEMENTATIONS
 
 # The score of a token with itself beyond what is random; its mean weight on itself follows.
 PULLS = (0.0, 5.0, 7.0, 8.7, 12.5)

@@ -11,17 +11,18 @@ python="${PYTHON:-python3}"
 out="${1:-benchmarks/results}"
 mkdir -p "$out"
 status=0
+export PYTHONPATH="$PWD/kernels:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 "$python" - <<'END' || exit 1
 import importlib, jax
 print("jax", jax.__version__, jax.devices())
-for name in ("kernels", "xsa_jax.config", "xsa_jax.mesh", "xsa_jax.model.transformer", "xsa_jax.train.step", "xsa_jax.train.optim"):
+for name in ("xsa_kernels", "xsa_jax.config", "xsa_jax.mesh", "xsa_jax.model.transformer", "xsa_jax.train.step", "xsa_jax.train.optim"):
     try:
         importlib.import_module(name)
         print("imports", name)
     except ImportError as error:
         print("CANNOT IMPORT", name, error)
-        if name == "kernels":
+        if name == "xsa_kernels":
             raise
 END
 

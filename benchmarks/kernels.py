@@ -29,7 +29,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from benchmarks import _record
-from kernels import MaskSpec, Projection, attention
+from xsa_kernels import MaskSpec, Projection, attention
 
 # What is compared on each kind of device; each with XSA ("cudnn xsa") and without ("cudnn sa"). Ratios are taken against the first
 # that runs.

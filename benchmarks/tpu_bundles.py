@@ -107,11 +107,13 @@ def child(chip: str, kind: str, direction: str) -> None:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from kernels import MaskSpec, Projection, fused, reference, tpu
-    from kernels.tpu import schedule
+    from xsa_kernels import MaskSpec, Projection, fused, reference, tpu
+    from xsa_kernels.tpu import schedule
 
     if any((blocks.q, blocks.kv) != (BLOCK, BLOCK) for blocks in (schedule.forward_blocks(E), schedule.backward_blocks())):
-        raise SystemExit(f"the regions were counted for blocks of {BLOCK}, which are no longer those of kernels/tpu/schedule.py")
+        raise SystemExit(
+            f"the regions were counted for blocks of {BLOCK}, which are no longer those of tpu/schedule.py"
+        )
 
     def ours(xsa):
         return lambda q, k, v: fused.attention(tpu.backend(), q, k, v, v, MaskSpec(), xsa, None, None, E**-0.5)

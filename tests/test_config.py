@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from configs import base
-from kernels.api import Impl
 from tests.helpers import tiny_config, tiny_tree
 from xsa_jax import config as config_module
 from xsa_jax.config import Config, ConfigError, check_resumable, check_same_model, flatten, from_config_dict, to_dict, xsa_layers
+from xsa_kernels.api import Impl
 
 pytestmark = pytest.mark.fast
 

@@ -12,26 +12,26 @@ pytestmark = pytest.mark.fast
 
 # Part -> the parts of this repository that it may import, itself left out. A file belongs to the longest name that fits.
 ALLOWED = {
-    "kernels": set(),
+    "xsa_kernels": set(),
     "configs": set(),
     "xsa_jax": set(),
     "xsa_jax.config": {"xsa_jax.mesh"},
     "xsa_jax.mesh": {"xsa_jax.config"},
-    "xsa_jax.model": {"kernels", "xsa_jax.config", "xsa_jax.mesh"},
+    "xsa_jax.model": {"xsa_kernels", "xsa_jax.config", "xsa_jax.mesh"},
     "xsa_jax.data": {"xsa_jax.config", "xsa_jax.mesh"},
     "xsa_jax.train": {"xsa_jax.config", "xsa_jax.mesh", "xsa_jax.model", "xsa_jax.data"},
 }
 _READERS = {
-    "kernels", "xsa_jax.config", "xsa_jax.mesh", "xsa_jax.model", "xsa_jax.data",
+    "xsa_kernels", "xsa_jax.config", "xsa_jax.mesh", "xsa_jax.model", "xsa_jax.data",
     "xsa_jax.train.checkpoint", "xsa_jax.train.loss", "xsa_jax.train.state", "xsa_jax.train.validate",
 }  # fmt: skip
 ALLOWED["xsa_jax.evaluate"] = _READERS | {"xsa_jax.analyze.labels"}
 ALLOWED["xsa_jax.analyze"] = _READERS
 
 FILES = {
-    ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): path
-    for root in ("kernels", "configs", "xsa_jax")
-    for path in sorted((REPO / root).rglob("*.py"))
+    ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for root in (REPO / "kernels" / "xsa_kernels", REPO / "configs", REPO / "xsa_jax")
+    for path in sorted(root.rglob("*.py"))
 }
 
 
@@ -57,7 +57,7 @@ def part_of(module: str) -> str:
 
 
 def ours(name: str) -> bool:
-    return name.split(".")[0] in {"kernels", "configs", "xsa_jax"}
+    return name.split(".")[0] in {"xsa_kernels", "configs", "xsa_jax"}
 
 
 def forbidden(module: str, source: str) -> set[str]:
@@ -72,19 +72,19 @@ def test_direction(module):
 
 
 def test_the_check_sees_what_it_must():
-    assert forbidden("kernels.api", "from xsa_jax import config") == {"xsa_jax.config"}
+    assert forbidden("xsa_kernels.api", "from xsa_jax import config") == {"xsa_jax.config"}
     assert forbidden("xsa_jax.data.loader", "def f():\n    import xsa_jax.model.layers") == {"xsa_jax.model.layers"}
     assert forbidden("xsa_jax.train.loop", "from xsa_jax.evaluate.tasks import run") == {"xsa_jax.evaluate.tasks.run"}
     assert forbidden("xsa_jax.evaluate.loss", "from xsa_jax.train.loop import fit") == {"xsa_jax.train.loop.fit"}
     assert forbidden("xsa_jax.evaluate.loss", "from xsa_jax.train.loss import split") == set()
 
 
-@pytest.mark.parametrize("module", [module for module in FILES if inside(module, "kernels")])
+@pytest.mark.parametrize("module", [module for module in FILES if inside(module, "xsa_kernels")])
 def test_kernels_need_only_jax(module):
     """tokamax is an option of one implementation, which imports it when it is called."""
     tree = ast.parse(FILES[module].read_text())
-    needed = {"kernels", "jax", "numpy"}  # numpy comes with jax
-    asked_for = {"tokamax"} if module == "kernels.tokamax" else set()
+    needed = {"xsa_kernels", "jax", "numpy"}  # numpy comes with jax
+    asked_for = {"tokamax"} if module == "xsa_kernels.tokamax" else set()
     for at_import, allowed in ((True, needed), (False, needed | asked_for)):
         names = {name.split(".")[0] for name in imported(tree, at_import=at_import)}
         assert names - sys.stdlib_module_names <= allowed

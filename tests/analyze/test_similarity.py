@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kernels
+import xsa_kernels
 from tests.helpers import random_batch, tiny_config
 from xsa_jax.analyze.similarity import probe, similarity
 from xsa_jax.model.transformer import build
 
 NAMES = ("value_cosine", "self_weight", "cosine", "cosine_xsa", "centred_cosine", "centred_cosine_xsa", "removed")
-PLAIN = {"mask": kernels.MaskSpec(), "sinks_H": None, "softcap": None}
+PLAIN = {"mask": xsa_kernels.MaskSpec(), "sinks_H": None, "softcap": None}
 CASES = {
     "xsa": {"attention.kind": "xsa"},
     "documents, sinks": {"data.documents": "isolate", "attention.sinks": True},

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import kernels
-from kernels import MaskSpec
-from kernels.spec import CAUSAL
+import xsa_kernels
 from tests.kernels import oracle
+from xsa_kernels import MaskSpec
+from xsa_kernels.spec import CAUSAL
 
 
 def arrays(B=2, T=23, S=None, H=4, K=2, E=6, seed=0, dtype=np.float64):
@@ -47,12 +47,12 @@ def run(x, impl, variant, *, jit=True):
     given = {name: jnp.asarray(a) for name, a in given.items() if a is not None}
 
     def loss(given):
-        z = kernels.attention(
+        z = xsa_kernels.attention(
             given["q"],
             given["k"],
             given["v"],
             mask=variant.mask,
-            xsa=variant.rule and kernels.Projection(given.get("alpha", variant.alpha), variant.rule, variant.eps),
+            xsa=variant.rule and xsa_kernels.Projection(given.get("alpha", variant.alpha), variant.rule, variant.eps),
             sinks_H=given.get("sinks"),
             softcap=variant.softcap,
             scale=variant.scale,

@@ -42,7 +42,7 @@ H200 = {
 ARCHITECTURES = {"sm_80": ("sm_80", A100), "sm_90": ("sm_90a", H200)}
 
 EVERYTHING = {"window": 300, "segments": True, "sinks": True, "softcap": 30.0}
-# name: (kernels.attention's features, E, H, K, T, dtype)
+# name: (xsa_kernels.attention's features, E, H, K, T, dtype)
 TRITON = {
     "causal 64": ({}, 64, 4, 4, 2048, "bfloat16"),
     "causal 128": ({}, 128, 8, 2, 2048, "bfloat16"),
@@ -121,7 +121,7 @@ def vjp_of(backend, features, E, H, K, T, dtype):
     import jax
     import jax.numpy as jnp
 
-    from kernels import MaskSpec, Projection, fused
+    from xsa_kernels import MaskSpec, Projection, fused
 
     def both(q, k, v, dz, segment_ids, sinks):
         mask = MaskSpec(features.get("causal", True), features.get("window"), segment_ids)
@@ -161,7 +161,7 @@ def main(architecture: str, kind: str) -> None:
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     with tempfile.TemporaryDirectory() as dump:
         os.environ["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={nvcc()} --xla_dump_to={dump} --xla_dump_emitter_re=ptx"
-        from kernels.gpu import hopper, triton
+        from xsa_kernels.gpu import hopper, triton
 
         backend, cases = {"triton": (triton.backend(), TRITON), "hopper": (hopper.backend(), HOPPER)}[kind]
         for case, (features, *sizes) in cases.items():

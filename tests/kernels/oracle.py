@@ -20,7 +20,7 @@ def run(
     q, k, v, dz=None, *, v_self=None, causal=True, window=None, segment_ids=None,
     xsa=False, alpha=1.0, zero_rule="clamp", eps=1e-12, sinks=None, softcap=None, scale=None,
 ):  # fmt: skip
-    """Shapes as `kernels.attention`. Returns z, p [B, H, T, S] and, for the cotangent dz, dq dk dv dv_self dsinks dalpha.
+    """Shapes as `xsa_kernels.attention`. Returns z, p [B, H, T, S] and, for the cotangent dz, dq dk dv dv_self dsinks dalpha.
 
     Without `v_self` the gradient of the own value is part of dv.
     """

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import MaskSpec, Projection, attention, project
 from tests.kernels.cases import Variant, arrays, expected
+from xsa_kernels import MaskSpec, Projection, attention, project
 
 HEADS = pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
 PAGE = 4

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from kernels import MaskSpec, Projection, fused, reference
 from tests.kernels import cases
 from tests.kernels.cases import Variant, assert_close, expected
+from xsa_kernels import MaskSpec, Projection, fused, reference
 
 
 def _weights(call, q, k, segment_ids, sinks_H):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels import MaskSpec, Projection, fused
-from kernels.gpu import hopper, hopper_tile
 from tests.kernels.cases import Variant, arrays, expected, rounded
+from xsa_kernels import MaskSpec, Projection, fused
+from xsa_kernels.gpu import hopper, hopper_tile
 
 simulated = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the simulator of jax before 0.12 cannot run these kernels")
 

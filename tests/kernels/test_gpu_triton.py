@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import MaskSpec, Projection, fused
-from kernels.gpu import spans, triton, triton_body
 from tests.kernels.cases import Variant, arrays, assert_close, expected, rounded
+from xsa_kernels import MaskSpec, Projection, fused
+from xsa_kernels.gpu import spans, triton, triton_body
 
 XSA = Variant(rule="clamp")
 

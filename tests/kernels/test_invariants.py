@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import MaskSpec, Projection, attention, blockwise
 from tests.kernels import oracle
 from tests.kernels.cases import Variant, arrays, run
+from xsa_kernels import MaskSpec, Projection, attention, blockwise
 
 IMPLS = pytest.mark.parametrize("impl", ["reference", "xla"])
 XSA = Projection()

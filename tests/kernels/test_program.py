@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import kernels
-from kernels import MaskSpec, Projection, attention, blockwise, fused
+import xsa_kernels
 from tests.helpers import subprocess_env, tiny_config
 from tests.kernels.cases import arrays
 from xsa_jax.model.transformer import build
+from xsa_kernels import MaskSpec, Projection, attention, blockwise, fused
 
 
 def shapes(B, T, H, K, E, dtype=jnp.float32):
@@ -36,7 +36,7 @@ def test_plain_attention_holds_no_xsa(impl, monkeypatch):
     lower = lambda **options: gradient(impl=impl, **options).lower(*shapes(1, 8, 2, 1, 4)).as_text()  # noqa: E731
     plain, xsa = ops(lower()), ops(lower(xsa=Projection()))
     assert len(xsa) > len(plain) + 10
-    for owner, name in ((kernels.reference, "project"), (fused, "_rows"), (fused.Call, "inverse")):
+    for owner, name in ((xsa_kernels.reference, "project"), (fused, "_rows"), (fused.Call, "inverse")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("called without xsa"))
     assert ops(lower()) == plain
 
@@ -154,11 +154,6 @@ def test_cudnn_is_called_as_jax_calls_it(causal, window, theirs, monkeypatch):
 
 def test_package_needs_only_jax():
     """Usable beside any other project: importing it loads nothing of ours, and flax and its like stay out."""
-    code = "import sys, kernels; print(*{m.split('.')[0] for m in sys.modules} & {'xsa_jax', 'configs', 'flax', 'optax'})"
+    code = "import sys, xsa_kernels; print(*{m.split('.')[0] for m in sys.modules} & {'xsa_jax', 'configs', 'flax', 'optax'})"
     done = subprocess.run([sys.executable, "-c", code], env=subprocess_env(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
-
-
-def test_version_is_below_the_package_of_the_same_name():
-    """What transformers does with `kernels`: the version must parse, and be too old (its releases ask for 0.9.0 and later)."""
-    assert tuple(int(part) for part in kernels.__version__.split(".")) < (0, 9)

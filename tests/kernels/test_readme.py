@@ -1,18 +1,17 @@
 """The README of `kernels` is true: its example runs, its support table and its signatures are those of the code."""
 
 import inspect
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
 
-import kernels
-from kernels import support
-from tests.helpers import subprocess_env
+import xsa_kernels
+from tests.helpers import REPO, subprocess_env
+from xsa_kernels import support
 
-README = (pathlib.Path(kernels.__file__).parent / "README.md").read_text()
+README = (REPO / "kernels" / "README.md").read_text()
 
 
 @pytest.mark.fast
@@ -24,7 +23,7 @@ def test_support_table_is_the_data():
 @pytest.mark.parametrize("name", ["attention", "check", "project", "weights"])
 def test_signatures(name):
     (written,) = re.findall(rf"`{name}\(([^`]*)\) -> \w+`", README)
-    parameters = inspect.signature(getattr(kernels, name)).parameters.values()
+    parameters = inspect.signature(getattr(xsa_kernels, name)).parameters.values()
     assert re.findall(r"(\w+)(?:=[^,]*)?(?:, |$)", written) == [parameter.name for parameter in parameters]
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-import kernels
-from kernels import MaskSpec, Projection
+import xsa_kernels
+from xsa_kernels import MaskSpec, Projection
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -81,7 +81,7 @@ def trace(arrays, options):
         if "alpha" in arrays:
             more["xsa"] = Projection(alpha=arrays.pop("alpha"))
         q, k, v = (arrays.pop(name) for name in GOOD)
-        return kernels.attention(q, k, v, **arrays, **more)
+        return xsa_kernels.attention(q, k, v, **arrays, **more)
 
     return jax.eval_shape(call, {**GOOD, **arrays})
 
@@ -114,7 +114,7 @@ def test_bad_call_of_weights_names_its_argument(argument, bad):
     call = {"q_BTHE": GOOD["q_BTHE"], "k_BSKE": GOOD["k_BSKE"], **bad}
     options = {name: call.pop(name) for name in ("mask", "softcap", "scale", "sinks_H") if name in call}
     with pytest.raises(ValueError, match=f"^{argument}: found .*, expected "):
-        jax.eval_shape(lambda q, k: kernels.weights(q, k, **options), *call.values())
+        jax.eval_shape(lambda q, k: xsa_kernels.weights(q, k, **options), *call.values())
 
 
 @pytest.mark.fast
@@ -138,7 +138,7 @@ def test_bad_call_of_weights_names_its_argument(argument, bad):
 )
 def test_bad_check_names_its_argument(argument, bad):
     with pytest.raises(ValueError, match=f"^{argument}: found .*, expected "):
-        kernels.check(**{"dtype": "bfloat16", "head_dim": 64, **bad})
+        xsa_kernels.check(**{"dtype": "bfloat16", "head_dim": 64, **bad})
 
 
 @pytest.mark.fast
@@ -150,43 +150,43 @@ def test_an_implementation_for_other_devices_is_refused_where_the_device_is_know
     with pytest.raises(
         ValueError, match=f"^impl: found '{impl}', which cannot honour device={device}, expected one that can: .*'xla'"
     ):
-        kernels.check(impl, **call, device=device)
-    assert kernels.check(impl, **call) == impl
-    assert kernels.check("xla", **call, device="another") == "xla"
+        xsa_kernels.check(impl, **call, device=device)
+    assert xsa_kernels.check(impl, **call) == impl
+    assert xsa_kernels.check("xla", **call, device="another") == "xla"
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("device", "name"), [("tpu", "tpu"), ("gpu", "triton"), ("cpu", "xla"), ("another", "xla"), (None, "xla")])
 def test_auto_goes_by_the_device_that_is_named(device, name):
-    assert kernels.check(dtype="bfloat16", head_dim=64, device=device) == name
+    assert xsa_kernels.check(dtype="bfloat16", head_dim=64, device=device) == name
 
 
 @pytest.mark.fast
 def test_lengths_say_whether_queries_are_fewer_than_keys():
     with pytest.raises(ValueError, match=r"cannot honour mask\.causal with fewer queries than keys"):
-        kernels.check("cudnn", dtype="bfloat16", head_dim=64, lengths=[128, 256])
-    assert kernels.check("cudnn", dtype="bfloat16", head_dim=64, lengths=(128, 128), tail=True) == "cudnn"
+        xsa_kernels.check("cudnn", dtype="bfloat16", head_dim=64, lengths=[128, 256])
+    assert xsa_kernels.check("cudnn", dtype="bfloat16", head_dim=64, lengths=(128, 128), tail=True) == "cudnn"
 
 
 @pytest.mark.fast
 def test_weights_take_what_attention_takes():
     q, k = (jnp.ones(a.shape) for a in (GOOD["q_BTHE"], GOOD["k_BSKE"]))
-    same = kernels.weights(q, k, MaskSpec(window=2**40), softcap=np.float64(0.3), scale=np.float32(0.5))
-    np.testing.assert_array_equal(same, kernels.weights(q, k, softcap=0.3, scale=0.5))
-    assert kernels.weights(q, k[:, :5], MaskSpec(causal=False)).shape == (2, 2, 2, 6, 5)
+    same = xsa_kernels.weights(q, k, MaskSpec(window=2**40), softcap=np.float64(0.3), scale=np.float32(0.5))
+    np.testing.assert_array_equal(same, xsa_kernels.weights(q, k, softcap=0.3, scale=0.5))
+    assert xsa_kernels.weights(q, k[:, :5], MaskSpec(causal=False)).shape == (2, 2, 2, 6, 5)
 
 
 @pytest.mark.fast
 def test_what_is_no_array_is_named():
     q, k, v = (jnp.zeros(a.shape) for a in GOOD.values())
     with pytest.raises(ValueError, match=r"^q_BTHE: found list, expected an array"):
-        kernels.attention(q.tolist(), k, v)
+        xsa_kernels.attention(q.tolist(), k, v)
     with pytest.raises(ValueError, match=r"^k_BSKE: found NoneType, expected an array"):
-        kernels.attention(q, None, v)
+        xsa_kernels.attention(q, None, v)
     with pytest.raises(ValueError, match=r"^sinks_H: found list, expected an array"):
-        kernels.attention(q, k, v, sinks_H=[0.0] * 4)
+        xsa_kernels.attention(q, k, v, sinks_H=[0.0] * 4)
     with pytest.raises(ValueError, match=r"^mask.segment_ids: found list, expected an array"):
-        kernels.attention(q, k, v, mask=MaskSpec(segment_ids=[[0] * 6] * 2))
+        xsa_kernels.attention(q, k, v, mask=MaskSpec(segment_ids=[[0] * 6] * 2))
 
 
 @pytest.mark.fast
@@ -202,7 +202,7 @@ def test_a_mesh_of_explicit_axes_is_refused():
 @pytest.mark.fast
 def test_a_window_wider_than_the_keys_is_none():
     def program(mask):
-        return str(jax.make_jaxpr(lambda q, k, v: kernels.attention(q, k, v, mask=mask))(*GOOD.values()))
+        return str(jax.make_jaxpr(lambda q, k, v: xsa_kernels.attention(q, k, v, mask=mask))(*GOOD.values()))
 
     assert program(MaskSpec(window=2**40)) == program(MaskSpec(window=6)) == program(MaskSpec())
     assert program(MaskSpec(causal=False, window=2**31 - 1)) == program(MaskSpec(causal=False))
@@ -214,7 +214,7 @@ def test_a_second_derivative_is_refused(impl):
     q, k, v = (jnp.ones(a.shape) for a in GOOD.values())
 
     def slope(q, impl):
-        return jnp.sum(jax.grad(lambda q: jnp.sum(kernels.attention(q, k, v, xsa=Projection(), impl=impl) ** 2))(q) ** 2)
+        return jnp.sum(jax.grad(lambda q: jnp.sum(xsa_kernels.attention(q, k, v, xsa=Projection(), impl=impl) ** 2))(q) ** 2)
 
     with pytest.raises(NotImplementedError, match=r"found a derivative of its gradient.*impl='reference'"):
         jax.grad(slope)(q, impl)
@@ -235,13 +235,13 @@ def test_cudnn_without_cudnn_is_a_value_error():
 
 def test_check_names_what_is_missing_without_arrays():
     with pytest.raises(ValueError, match=r"mask.segment_ids, softcap"):
-        kernels.check("cudnn", dtype="bfloat16", head_dim=64, segments=True, sinks=True, softcap=30.0)
-    assert kernels.check("cudnn", dtype="bfloat16", head_dim=64, window=128, xsa=Projection()) == "cudnn"
+        xsa_kernels.check("cudnn", dtype="bfloat16", head_dim=64, segments=True, sinks=True, softcap=30.0)
+    assert xsa_kernels.check("cudnn", dtype="bfloat16", head_dim=64, window=128, xsa=Projection()) == "cudnn"
 
 
 def test_auto_picks_what_honours_everything():
-    assert kernels.check("auto", dtype="bfloat16", head_dim=64) == "xla"
-    assert kernels.check("auto", dtype="float32", head_dim=80, segments=True, sinks=True, softcap=30.0, window=7) == "xla"
+    assert xsa_kernels.check("auto", dtype="bfloat16", head_dim=64) == "xla"
+    assert xsa_kernels.check("auto", dtype="float32", head_dim=80, segments=True, sinks=True, softcap=30.0, window=7) == "xla"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tokamax") is not None, reason="tokamax is installed")

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kernels
-from kernels import MaskSpec, Projection, api, support
-from kernels.support import FEATURES, SUPPORT
+import xsa_kernels
 from tests.kernels.cases import Variant, arrays, expected, rounded, run
+from xsa_kernels import MaskSpec, Projection, api, support
+from xsa_kernels.support import FEATURES, SUPPORT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ PLAIN = {"dtype": "bfloat16", "head_dim": 64}
 )
 def test_auto(device, features, name, monkeypatch):
     monkeypatch.setattr(support, "_device", lambda: device)
-    assert kernels.check(**{**PLAIN, **features}) == name
+    assert xsa_kernels.check(**{**PLAIN, **features}) == name
 
 
 @pytest.mark.fast
@@ -162,7 +162,7 @@ def test_gpus_that_the_kernels_were_not_compiled_for(capability, device, monkeyp
 
 @pytest.mark.fast
 def test_says_what_it_runs(caplog):
-    with caplog.at_level("INFO", "kernels"):
-        kernels.check("auto", **PLAIN, segments=True)
+    with caplog.at_level("INFO", "xsa_kernels"):
+        xsa_kernels.check("auto", **PLAIN, segments=True)
     assert "impl='auto' runs xla" in caplog.text
     assert "segments=True" in caplog.text

@@ -10,11 +10,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
-from kernels import MaskSpec, tpu
-from kernels.tpu import backward, backward_body, schedule, tile
 from tests.kernels import cases
 from tests.kernels.cases import Variant, assert_close, expected, regimes, relative, rounded
 from tests.kernels.test_fused import XSA, run
+from xsa_kernels import MaskSpec, tpu
+from xsa_kernels.tpu import backward, backward_body, schedule, tile
 
 SMALL = tpu.Blocks(128, 128, 128, 128)
 INTERPRETED = tpu.backend(SMALL, SMALL, interpret=True)

@@ -38,7 +38,7 @@ def main(chip: str) -> None:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from kernels import MaskSpec, Projection, fused, tpu
+    from xsa_kernels import MaskSpec, Projection, fused, tpu
 
     mesh = Mesh(np.array(topologies.get_topology_desc(topology_name=CHIPS[chip], platform="tpu").devices[:1]), ("data",))
     small = tpu.Blocks(256, 256, 256, 128)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kernels
-from kernels import MaskSpec, blockwise, cudnn
+import xsa_kernels
 from tests.kernels import oracle
 from tests.kernels.cases import Variant, arrays, assert_close, errors, expected, regimes, relative, rounded, run
+from xsa_kernels import MaskSpec, blockwise, cudnn
 
 XSA = Variant(rule="clamp")
 RULES = {"sa": 1.0, "clamp": 1e-12, "clamped": 5.0, "add": 1e-2, "exact": 1e-12}
@@ -92,7 +92,7 @@ def test_shapes(T, H, K, monkeypatch):
 def test_plain_attention_is_what_jax_ships():
     x = {name: jnp.asarray(a, jnp.float32) for name, a in arrays().items()}
     theirs = jax.nn.dot_product_attention(x["q"], x["k"], x["v"], is_causal=True, local_window_size=(3, 0))
-    ours = kernels.attention(x["q"], x["k"], x["v"], mask=MaskSpec(window=4))
+    ours = xsa_kernels.attention(x["q"], x["k"], x["v"], mask=MaskSpec(window=4))
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
@@ -112,7 +112,7 @@ def test_bfloat16_budget(common, monkeypatch):
 def test_weights_are_the_oracles():
     x = arrays(dtype=np.float32)
     mask = MaskSpec(window=7, segment_ids=x["segment_ids"])
-    p_BKGTS = kernels.weights(x["q"], x["k"], mask, x["sinks"], softcap=2.0, scale=0.9)
+    p_BKGTS = xsa_kernels.weights(x["q"], x["k"], mask, x["sinks"], softcap=2.0, scale=0.9)
     want = oracle.run(x["q"], x["k"], x["v"], window=7, segment_ids=x["segment_ids"], sinks=x["sinks"], softcap=2.0, scale=0.9)["p"]
     B, H, T, S = want.shape
     np.testing.assert_allclose(np.asarray(p_BKGTS).reshape(B, H, T, S), want, atol=1e-6)
@@ -124,10 +124,10 @@ def test_tail_of_the_queries_is_the_end_of_the_whole(monkeypatch):
     x = arrays(dtype=np.float32)
     mask = MaskSpec(window=6, segment_ids=x["segment_ids"])
     for impl in ("reference", "xla"):
-        whole = kernels.attention(x["q"], x["k"], x["v"], mask=mask, xsa=kernels.Projection(), impl=impl)
+        whole = xsa_kernels.attention(x["q"], x["k"], x["v"], mask=mask, xsa=xsa_kernels.Projection(), impl=impl)
         for t in (1, 22):
-            tail = kernels.attention(
-                x["q"][:, -t:], x["k"], x["v"], v_self_BTKE=x["v"][:, -t:], mask=mask, xsa=kernels.Projection(), impl=impl
+            tail = xsa_kernels.attention(
+                x["q"][:, -t:], x["k"], x["v"], v_self_BTKE=x["v"][:, -t:], mask=mask, xsa=xsa_kernels.Projection(), impl=impl
             )
             np.testing.assert_allclose(tail, whole[:, -t:], atol=2e-6)
 
@@ -137,13 +137,15 @@ class FakeCudnn:
 
     def _weights(self, q, k, scale, mask_type, window):
         mask = MaskSpec(mask_type.name == "CAUSAL", window)
-        return kernels.weights(q, k, mask, scale=scale)
+        return xsa_kernels.weights(q, k, mask, scale=scale)
 
     def forward(self, q, k, v, *, scale, mask_type, sliding_window_length, return_residual):
         assert return_residual
         p_BKGTS = self._weights(q, k, scale, mask_type, sliding_window_length)
         y = jnp.einsum("BKGTS,BSKE->BTKGE", p_BKGTS, v.astype(jnp.float32)).reshape(q.shape)
-        s_BKGTS = jnp.einsum("BTKGE,BSKE->BKGTS", kernels.reference.group(q, k.shape[2]).astype(jnp.float32), k.astype(jnp.float32))
+        s_BKGTS = jnp.einsum(
+            "BTKGE,BSKE->BKGTS", xsa_kernels.reference.group(q, k.shape[2]).astype(jnp.float32), k.astype(jnp.float32)
+        )
         # p = exp(s - lse) wherever p is not 0: on the first key that a row sees
         first = jnp.argmax(p_BKGTS > 0, axis=-1)[..., None]
         lse = jnp.take_along_axis(s_BKGTS * scale - jnp.log(p_BKGTS), first, axis=-1)
@@ -152,10 +154,10 @@ class FakeCudnn:
     def bind(self, q, k, v, *operands, scale, mask_type, sliding_window_length, **_):
         lse, y, dy = operands[-3:]
         K, narrow = k.shape[2], q.dtype
-        q, y, dy = (kernels.reference.group(x, K).astype(jnp.float32) for x in (q, y, dy))
+        q, y, dy = (xsa_kernels.reference.group(x, K).astype(jnp.float32) for x in (q, y, dy))
         k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         s = jnp.einsum("BTKGE,BSKE->BKGTS", q, k) * scale
-        seen = kernels.reference.dense_mask(MaskSpec(mask_type.name == "CAUSAL", sliding_window_length), *s.shape[-2:])
+        seen = xsa_kernels.reference.dense_mask(MaskSpec(mask_type.name == "CAUSAL", sliding_window_length), *s.shape[-2:])
         p = jnp.where(seen, jnp.exp(s - lse.reshape(*s.shape[:-1], 1)), 0)
         dp = jnp.einsum("BTKGE,BSKE->BKGTS", dy, v)
         ds = p * (dp - jnp.moveaxis(jnp.sum(y * dy, -1), 1, -1)[..., None]) * scale

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import kernels
+import xsa_kernels
 from xsa_jax.config import Config
 from xsa_jax.model import layers
 from xsa_jax.model.transformer import Params, build
@@ -68,7 +68,7 @@ def probe(
     v_BTKE: Array,
     z_BTHE: Array,
     *,
-    mask: kernels.MaskSpec,
+    mask: xsa_kernels.MaskSpec,
     sinks_H: Array | None,
     softcap: float | None,
 ) -> dict[str, Array]:
@@ -111,7 +111,7 @@ def _attend(q_BTHE, k_BTKE, v_BTKE, mask, sinks_H, softcap) -> tuple[Array, Arra
         segments = mask.segment_ids
         row = dataclasses.replace(mask, segment_ids=None if segments is None else segments[n // K][None])
         sinks_G = None if sinks_H is None else sinks_H.reshape(K, G)[n % K]
-        p_GTS = kernels.weights(q_NTGE[n][None], k_NTE[n][None, :, None], row, sinks_G, softcap)[0, 0]
+        p_GTS = xsa_kernels.weights(q_NTGE[n][None], k_NTE[n][None, :, None], row, sinks_G, softcap)[0, 0]
         y_TGE = jnp.einsum("GTS,SE->TGE", p_GTS, v_NTE[n], precision="highest")
         return y_TGE, jnp.diagonal(p_GTS, axis1=1, axis2=2).T
 
@@ -121,7 +121,7 @@ def _attend(q_BTHE, k_BTKE, v_BTKE, mask, sinks_H, softcap) -> tuple[Array, Arra
     return y_BTHE, self_BTH
 
 
-def _first_visible(mask: kernels.MaskSpec, B: int, T: int) -> Array:
+def _first_visible(mask: xsa_kernels.MaskSpec, B: int, T: int) -> Array:
     """Position of the earliest token that each token sees, int32 [B, T]; it then sees all up to itself."""
     index = jnp.arange(T, dtype=jnp.int32)
     first_BT = jnp.zeros((B, T), jnp.int32)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import kernels
+import xsa_kernels
 from xsa_jax.config import AttentionConfig, ConfigError, ModelConfig, xsa_layers
 from xsa_jax.model import layers
 
@@ -74,12 +74,12 @@ class Attention(nnx.Module):
             v_BTKE = v_BTKE + self.value_mix[...].astype(dtype) * (v_first_BTKE - v_BTKE)
 
         # XSA projects on the v that attention averages: after the value residual, never after a rotation.
-        mask = kernels.MaskSpec(causal=True, window=config.window or None, segment_ids=context.segment_ids_BT)
+        mask = xsa_kernels.MaskSpec(causal=True, window=config.window or None, segment_ids=context.segment_ids_BT)
         sinks_H = self.sinks[...] if config.sinks else None
         softcap = config.logit_softcap or None
 
-        def attend(xsa: kernels.Projection | None) -> Array:
-            return kernels.attention(
+        def attend(xsa: xsa_kernels.Projection | None) -> Array:
+            return xsa_kernels.attention(
                 q_BTHE, k_BTKE, v_BTKE, mask=mask, xsa=xsa, sinks_H=sinks_H, softcap=softcap, impl=config.impl
             )  # fmt: skip
 
@@ -97,10 +97,10 @@ class Attention(nnx.Module):
             stats = context.probe(q_BTHE, k_BTKE, v_BTKE, z_BTHE, mask=mask, sinks_H=sinks_H, softcap=softcap)
         return jnp.einsum("BTHE,HED->BTD", z_BTHE, self.out[...].astype(dtype)), v_first_BTKE, stats
 
-    def _projection(self) -> kernels.Projection:
+    def _projection(self) -> xsa_kernels.Projection:
         xsa = self.config.xsa
         alpha = jnp.tanh(self.gate[...]) if xsa.strength == "learned" else xsa.alpha
-        return kernels.Projection(alpha=alpha, zero_rule=xsa.zero_rule, eps=xsa.eps)
+        return xsa_kernels.Projection(alpha=alpha, zero_rule=xsa.zero_rule, eps=xsa.eps)
 
 
 def _projects(config: AttentionConfig, num_layers: int) -> tuple[bool, ...]:
@@ -114,7 +114,7 @@ def check(model: ModelConfig, config: AttentionConfig, *, segments: bool, seq_le
       ConfigError: naming `attention.impl` and what it lacks.
     """
     try:
-        kernels.check(
+        xsa_kernels.check(
             config.impl,
             dtype=model.dtype,
             head_dim=config.head_dim,

@@ -1,10 +1,10 @@
-"""The projection behind any attention that returns its output and log-sum-exp: a forward pass for the frame in `kernels.fused`."""
+"""The projection behind any attention that returns its output and log-sum-exp: a forward pass for the frame in `fused`."""
 
 import jax
 import jax.numpy as jnp
 
-from kernels.fused import Call
-from kernels.reference import group
+from xsa_kernels.fused import Call
+from xsa_kernels.reference import group
 
 
 def forward(

@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels import fused
-from kernels.gpu import hopper_backward
-from kernels.gpu import hopper_tile as tile
-from kernels.gpu.hopper_tile import COMPUTE, HEAD_DIMS, LOG2E, ROWS, along_columns, along_rows
-from kernels.gpu.spans import Plan, key_spans
+from xsa_kernels import fused
+from xsa_kernels.gpu import hopper_backward
+from xsa_kernels.gpu import hopper_tile as tile
+from xsa_kernels.gpu.hopper_tile import COMPUTE, HEAD_DIMS, LOG2E, ROWS, along_columns, along_rows
+from xsa_kernels.gpu.spans import Plan, key_spans
 
 KEYS = 128
 LOWEST = -1e30
@@ -34,7 +34,7 @@ def backend(interpret: bool = False) -> fused.Backend:
 
 
 def attention(*call):
-    """`kernels.attention`'s "hopper"."""
+    """`xsa_kernels.attention`'s "hopper"."""
     return fused.attention(backend(), *call)
 
 

@@ -1,7 +1,7 @@
 """The attention of the package tokamax, where that is installed, with the projection behind it and the backward pass of this one.
 
 It takes tokamax's Mosaic kernel on a TPU and from Hopper chips on, its Triton kernel on older GPUs, and its XLA form on a CPU. As
-with `kernels.splash`, y is rounded before it is projected. `tokamax.dot_product_attention` returns no log-sum-exp, so this goes one
+with `splash`, y is rounded before it is projected. `tokamax.dot_product_attention` returns no log-sum-exp, so this goes one
 level below it, to what tokamax does not promise to keep: it was written for version 0.0.12.
 """
 
@@ -10,12 +10,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels import blockwise, compose, fused
-from kernels.fused import Call
+from xsa_kernels import blockwise, compose, fused
+from xsa_kernels.fused import Call
 
 
 def attention(*call):
-    """`kernels.attention`'s "tokamax". `api.check` has refused what it cannot honour.
+    """`xsa_kernels.attention`'s "tokamax". `api.check` has refused what it cannot honour.
 
     Raises:
       ValueError: where tokamax has nothing for this device and these arrays.
@@ -27,11 +27,11 @@ def attention(*call):
 def _backend(device: str) -> fused.Backend:
     forward = functools.partial(compose.forward, functools.partial(_attend, device))
     if device == "tpu":
-        from kernels import tpu
+        from xsa_kernels import tpu
 
         return tpu.backend()._replace(forward=forward, keeps_diagonal=True)
     if device == "gpu":
-        from kernels.gpu import triton
+        from xsa_kernels.gpu import triton
 
         return triton.backend()._replace(forward=forward, keeps_diagonal=True)
     return fused.Backend(forward, blockwise.backward, keeps_diagonal=True)

@@ -7,8 +7,8 @@ to the cache.
 import jax
 import jax.numpy as jnp
 
-from kernels import reference
-from kernels.spec import Projection, check_projection, need
+from xsa_kernels import reference
+from xsa_kernels.spec import Projection, check_projection, need
 
 
 def project(y_THE: jax.Array, v_self_TKE: jax.Array, xsa: Projection, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:

@@ -1,6 +1,6 @@
 """What one Triton program computes: FlashAttention-2 (arXiv 2307.08691) with XSA in its epilogue. The launcher is `triton`.
 
-`kernels.fused.Backend` says what is computed. Every kernel sweeps those blocks of the other axis that its own block can see, in two
+`fused.Backend` says what is computed. Every kernel sweeps those blocks of the other axis that its own block can see, in two
 loops: the blocks that need no mask, then the rest.
 
 Shapes beside the package's: a tile of queries has `block_t` rows, a tile of keys `block_s`, and E is padded to a power of two.
@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kernels.gpu.spans import Plan, Spans, key_spans, query_spans
+from xsa_kernels.gpu.spans import Plan, Spans, key_spans, query_spans
 
 LOG2E = math.log2(math.e)
 # A finite start for the running maximum: where a tile hides all its keys from a row, exp2(-inf - LOWEST) is 0 and not NaN.

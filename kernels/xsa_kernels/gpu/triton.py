@@ -1,4 +1,4 @@
-"""Fused attention for GPUs through Pallas-Triton: the launches of the kernels in `triton_body`, as a backend of `kernels.fused`."""
+"""Fused attention for GPUs through Pallas-Triton: the launches of the kernels in `triton_body`, as a backend of `fused`."""
 
 import dataclasses
 import functools
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kernels import fused
-from kernels.gpu import triton_body as body
-from kernels.gpu.spans import Plan, query_and_key_ids, segment_spans
+from xsa_kernels import fused
+from xsa_kernels.gpu import triton_body as body
+from xsa_kernels.gpu.spans import Plan, query_and_key_ids, segment_spans
 
 MAX_HEAD_DIM = 256
 
@@ -57,7 +57,7 @@ def backend(tiles: Tiles | None = None, interpret: bool = False) -> fused.Backen
 
 
 def attention(*call):
-    """`kernels.attention`'s "triton". Where there is no accelerator the kernels are interpreted: right, and slow."""
+    """`xsa_kernels.attention`'s "triton". Where there is no accelerator the kernels are interpreted: right, and slow."""
     return fused.attention(backend(interpret=jax.default_backend() == "cpu"), *call)
 
 

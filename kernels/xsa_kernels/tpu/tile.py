@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.fused import Call
+from xsa_kernels.fused import Call
 
 LANES, SUBLANES = 128, 8
 LOG2E = 1.4426950408889634

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.gpu.spans import Plan, Spans, query_and_key_ids, segment_spans
+from xsa_kernels.gpu.spans import Plan, Spans, query_and_key_ids, segment_spans
 
 COMPUTE = 2  # warpgroups that compute; one more feeds them
 ROWS = 64  # of a tile, all that one instruction of the tensor cores takes

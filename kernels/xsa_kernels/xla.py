@@ -6,12 +6,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels import blockwise, compose, fused, reference
-from kernels.fused import Call
+from xsa_kernels import blockwise, compose, fused, reference
+from xsa_kernels.fused import Call
 
 
 def attention(*call):
-    """`kernels.attention`'s "xla"."""
+    """`xsa_kernels.attention`'s "xla"."""
     return fused.attention(BACKEND, *call)
 
 

@@ -24,8 +24,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
-from kernels.reference import group
-from kernels.spec import MaskSpec, Projection
+from xsa_kernels.reference import group
+from xsa_kernels.spec import MaskSpec, Projection
 
 BATCH_AXES = ("data", "fsdp")
 HEAD_AXIS = "tensor"
@@ -107,7 +107,7 @@ def attention(
     softcap: float | None,
     scale: float,
 ) -> jax.Array:
-    """`kernels.attention` by one backend; kernels run under `jax.set_mesh` by every device for its rows of the batch and its heads.
+    """`api.attention` by one backend; kernels run under `jax.set_mesh` by every device for its rows of the batch and its heads.
 
     Pass `v_BSKE` itself (or None) as `v_self_BTKE` where the queries are all the tokens. Other own values may point anywhere,
     so then the diagonal stays.
@@ -143,7 +143,7 @@ def _first_order(arrays):
 @_first_order.defjvp
 def _second_order(primals, tangents):
     raise NotImplementedError(
-        "kernels.attention: found a derivative of its gradient, expected first ones; impl='reference' has more"
+        "xsa_kernels.attention: found a derivative of its gradient, expected first ones; impl='reference' has more"
     )
 
 

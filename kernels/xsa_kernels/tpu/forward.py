@@ -15,10 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.fused import Call
-from kernels.tpu import schedule, tile
-from kernels.tpu.schedule import COMPUTE, DIAGONAL, FIRST, KIND, LAST, MASKED, Blocks, Grid
-from kernels.tpu.tile import LANES, LOG2E, SUBLANES
+from xsa_kernels.fused import Call
+from xsa_kernels.tpu import schedule, tile
+from xsa_kernels.tpu.schedule import COMPUTE, DIAGONAL, FIRST, KIND, LAST, MASKED, Blocks, Grid
+from xsa_kernels.tpu.tile import LANES, LOG2E, SUBLANES
 
 # A finite start for the running maximum: where a block hides all its keys from a row, exp(-inf - LOWEST) is 0 and not NaN.
 LOWEST = -1e30

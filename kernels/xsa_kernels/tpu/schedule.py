@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels.fused import Call
-from kernels.spec import need
-from kernels.tpu import tile
-from kernels.tpu.tile import LANES
+from xsa_kernels.fused import Call
+from xsa_kernels.spec import need
+from xsa_kernels.tpu import tile
+from xsa_kernels.tpu.tile import LANES
 
 # Bits of a step's flags. FIRST and LAST of the steps on the outer loop's block, NEW and DONE of those on the inner loop's;
 # whether the pair of blocks has weights at all, whether some of them are hidden or on the diagonal, and whether both are the same

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels.fused import Call
-from kernels.tpu import tile
-from kernels.tpu.schedule import COMPUTE, DONE, FIRST, KIND, LAST, MASKED, NEW, Grid
-from kernels.tpu.tile import LANES, LOG2E
+from xsa_kernels.fused import Call
+from xsa_kernels.tpu import tile
+from xsa_kernels.tpu.schedule import COMPUTE, DONE, FIRST, KIND, LAST, MASKED, NEW, Grid
+from xsa_kernels.tpu.tile import LANES, LOG2E
 
 
 class Inputs(NamedTuple):

@@ -1,6 +1,6 @@
 """NVIDIA's cuDNN flash attention as jax ships it, forward and backward, with the projection behind it.
 
-As with `kernels.splash`, y is rounded before it is projected. `jax.nn.dot_product_attention` would keep y and round the
+As with `xsa_kernels.splash`, y is rounded before it is projected. `jax.nn.dot_product_attention` would keep y and round the
 log-sum-exp to the dtype of q, so this goes one level below it, to functions that jax does not promise to keep: a test compares the
 program with that of `jax.nn`.
 """
@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as stablehlo
 
-from kernels import compose, fused
-from kernels.fused import Call
+from xsa_kernels import compose, fused
+from xsa_kernels.fused import Call
 
 
 def attention(*call):
-    """`kernels.attention`'s "cudnn". `api.check` has refused what it cannot honour."""
+    """`xsa_kernels.attention`'s "cudnn". `api.check` has refused what it cannot honour."""
     return fused.attention(BACKEND, *call)
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels.fused import Call
-from kernels.reference import group, visible
+from xsa_kernels.fused import Call
+from xsa_kernels.reference import group, visible
 
 BLOCK = 512
 # A finite start for the running maximum: where a block hides all its keys from a row, exp(-inf - LOWEST) is 0 and not NaN.
@@ -21,7 +21,7 @@ LOWEST = -1e30
 
 
 def average(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT) -> tuple[jax.Array, jax.Array]:
-    """`attend` of `kernels.compose.forward`."""
+    """`attend` of `xsa_kernels.compose.forward`."""
     wide = jnp.promote_types(q_BTHE.dtype, jnp.float32)
     grid = _Grid(call, q_BTHE, k_BSKE, segment_ids, kept_BKT)
     q_NBKGtE, k_MBKsE, v_MBKsE = grid.queries(q_BTHE), grid.keys(k_BSKE), grid.keys(v_BSKE)
@@ -54,7 +54,7 @@ def average(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT) -> tuple[
 
 
 def backward(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, dv_BTKE):
-    """`backward_main` of `kernels.fused.Backend`."""
+    """`backward_main` of `xsa_kernels.fused.Backend`."""
     grid = _Grid(call, q_BTHE, k_BSKE, segment_ids, kept_BKT)
     q_NBKGtE, k_MBKsE, v_MBKsE, dy_NBKGtE = grid.queries(q_BTHE), grid.keys(k_BSKE), grid.keys(v_BSKE), grid.queries(dy_BTHE)
     lse_NBKGt1, delta_NBKGt1 = (grid.queries(x_BHT.swapaxes(1, 2)[..., None]) for x_BHT in (lse_BHT, delta_BHT))

@@ -11,46 +11,46 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from kernels import reference, support, xla
-from kernels.spec import CAUSAL, MaskSpec, Projection, check_projection, is_number, need
+from xsa_kernels import reference, support, xla
+from xsa_kernels.spec import CAUSAL, MaskSpec, Projection, check_projection, is_number, need
 
 Impl = Literal["auto", "reference", "xla", "cudnn", "splash", "tokamax", "tpu", "triton", "hopper"]
-log = logging.getLogger("kernels")
+log = logging.getLogger("xsa_kernels")
 
 
 # Imported when asked for: loading the kernel compilers takes a moment, and jax has announced the end of one of them.
 def _cudnn(*call):
-    from kernels import cudnn
+    from xsa_kernels import cudnn
 
     return cudnn.attention(*call)
 
 
 def _splash(*call):
-    from kernels import splash
+    from xsa_kernels import splash
 
     return splash.attention(*call)
 
 
 def _tokamax(*call):
-    from kernels import tokamax
+    from xsa_kernels import tokamax
 
     return tokamax.attention(*call)
 
 
 def _tpu(*call):
-    from kernels import tpu
+    from xsa_kernels import tpu
 
     return tpu.attention(*call)
 
 
 def _triton(*call):
-    from kernels.gpu import triton
+    from xsa_kernels.gpu import triton
 
     return triton.attention(*call)
 
 
 def _hopper(*call):
-    from kernels.gpu import hopper
+    from xsa_kernels.gpu import hopper
 
     return hopper.attention(*call)
 

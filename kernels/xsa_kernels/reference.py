@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.spec import MaskSpec, Projection
+from xsa_kernels.spec import MaskSpec, Projection
 
 
 def group(x_BTHE: jax.Array, num_kv_heads: int) -> jax.Array:

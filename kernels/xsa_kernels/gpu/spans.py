@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels import fused
+from xsa_kernels import fused
 
 
 @dataclasses.dataclass(frozen=True)

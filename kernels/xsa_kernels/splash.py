@@ -10,12 +10,12 @@ import math
 import jax
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from kernels import compose, fused, tpu
-from kernels.fused import Call
+from xsa_kernels import compose, fused, tpu
+from xsa_kernels.fused import Call
 
 
 def attention(*call):
-    """`kernels.attention`'s "splash": its forward pass, and the backward pass of "tpu"; on a CPU both interpreted."""
+    """`xsa_kernels.attention`'s "splash": its forward pass, and the backward pass of "tpu"; on a CPU both interpreted."""
     return fused.attention(_backend(interpret=tpu.interpreted()), *call)
 
 

@@ -5,19 +5,19 @@ from typing import Any
 
 import jax
 
-from kernels import fused
-from kernels.tpu import backward, forward, tile
-from kernels.tpu.schedule import Blocks
+from xsa_kernels import fused
+from xsa_kernels.tpu import backward, forward, tile
+from xsa_kernels.tpu.schedule import Blocks
 
 __all__ = ["Blocks", "attention", "backend", "interpreted"]
 
 
 @functools.cache
 def backend(forward_blocks: Blocks | None = None, backward_blocks: Blocks | None = None, interpret: Any = False) -> fused.Backend:
-    """The kernels as a backend of `kernels.fused.attention`.
+    """The kernels as a backend of `xsa_kernels.fused.attention`.
 
     Args:
-      forward_blocks: block sizes; None takes those of the table in `kernels.tpu.schedule`.
+      forward_blocks: block sizes; None takes those of the table in `xsa_kernels.tpu.schedule`.
       backward_blocks: the same for the backward kernel.
       interpret: for `pallas_call`: False compiles, True or `pltpu.InterpretParams(...)` runs on a CPU.
     """
@@ -29,7 +29,7 @@ def backend(forward_blocks: Blocks | None = None, backward_blocks: Blocks | None
 
 
 def attention(*call: Any) -> Any:
-    """`kernels.attention`'s "tpu", with the block sizes of the table."""
+    """`xsa_kernels.attention`'s "tpu", with the block sizes of the table."""
     return fused.attention(backend(interpret=interpreted()), *call)
 
 

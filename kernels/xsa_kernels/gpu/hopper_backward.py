@@ -14,15 +14,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.gpu import hopper_tile as tile
-from kernels.gpu.hopper_tile import COMPUTE, LOG2E, ROWS, along_columns, along_rows
-from kernels.gpu.spans import Plan, Spans, key_spans, query_spans
+from xsa_kernels.gpu import hopper_tile as tile
+from xsa_kernels.gpu.hopper_tile import COMPUTE, LOG2E, ROWS, along_columns, along_rows
+from xsa_kernels.gpu.spans import Plan, Spans, key_spans, query_spans
 
 KEYS = 64  # of a key block in the kernel for dq
 
 
 def backward(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, start_BTKE, *, interpret):
-    """`backward_main` of `kernels.fused.Backend`, for the calls that `hopper.refused` lets pass."""
+    """`backward_main` of `xsa_kernels.fused.Backend`, for the calls that `hopper.refused` lets pass."""
     T, E, S = q_BTHE.shape[1], q_BTHE.shape[3], k_BSKE.shape[1]
     # q and dy are zero beyond their ends, so those rows add nothing.
     inputs = {n: tile.copyable(x) for n, x in (("q", q_BTHE), ("k", k_BSKE), ("v", v_BSKE), ("dy", dy_BTHE))}

@@ -5,7 +5,7 @@ beside them. Each block of dq is written when the last key block that it sees is
 into chunks.
 
 The key blocks are visited from the last to the first. Under a causal mask a block of queries then meets its own tokens first, and
-the row-local half of the backward pass (`kernels.fused`) happens there, hidden behind the matrix products: the values at hand are
+the row-local half of the backward pass (`fused`) happens there, hidden behind the matrix products: the values at hand are
 the rows' own, dy and delta stay in VMEM for the visits that follow, and dv starts where it must.
 """
 
@@ -19,12 +19,12 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.fused import Call
-from kernels.tpu import backward_body as body
-from kernels.tpu import schedule
-from kernels.tpu.backward_body import Inputs, Scratch, Steps
-from kernels.tpu.schedule import COMPUTE, DIAGONAL, DONE, MASKED, NEW, Blocks, Grid
-from kernels.tpu.tile import LANES
+from xsa_kernels.fused import Call
+from xsa_kernels.tpu import backward_body as body
+from xsa_kernels.tpu import schedule
+from xsa_kernels.tpu.backward_body import Inputs, Scratch, Steps
+from xsa_kernels.tpu.schedule import COMPUTE, DIAGONAL, DONE, MASKED, NEW, Blocks, Grid
+from xsa_kernels.tpu.tile import LANES
 
 # For what rows keep in VMEM from their first visit to their last: dq in float32 and, with the projection, dy.
 ROW_BYTES = 12 * 2**20
