@@ -1,40 +1,53 @@
-"""The projection behind any attention that returns its output and log-sum-exp: a forward pass for the frame in `fused`."""
+"""The projection behind any attention that returns its output and log-sum-exp: a forward pass for the frame."""
+
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from xsa_kernels.fused import Call
+from xsa_kernels.backend import Outputs
 from xsa_kernels.reference import group
+from xsa_kernels.request import Request
 
 
-def forward(
-    attend, call: Call, q_BTHE, k_BSKE, v_BSKE, own_BTKE, segment_ids, sinks_H, alpha_H
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`Backend.forward` after its first argument.
+class Attend(Protocol):
+    """Attention that knows of no sinks and no projection.
 
-    attend(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT) -> y_BTHE, lse_BHT knows of no sinks and no projection. kept_BKT
-    (bool) is None, or marks the rows in which y has p_ii v_i; from y of the other rows it is left out, and counts in lse.
+    Returns y_BTHE and lse_BHT. `keeps_diagonal_BKT` (bool) is None, or marks the rows in which y includes p_ii v_i; y of the other
+    rows is without it, and lse counts it all the same.
     """
-    if own_BTKE is None:
-        y_BTHE, lse_BHT = _with_sinks(sinks_H, *attend(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, None))
-        return y_BTHE.astype(q_BTHE.dtype), lse_BHT, None
-    K, wide = k_BSKE.shape[2], jnp.promote_types(q_BTHE.dtype, jnp.float32)
-    own_BTK1E = own_BTKE.astype(wide)[:, :, :, None]
-    n2_BTK11 = jnp.sum(own_BTK1E * own_BTK1E, axis=-1, keepdims=True)
-    kept_BKT = jnp.logical_not(call.exact(n2_BTK11))[..., 0, 0].swapaxes(1, 2) if call.drop_diagonal else None
-    y_BTHE, lse_BHT = _with_sinks(sinks_H, *attend(call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT))
+
+    def __call__(self, request: Request, keeps_diagonal_BKT: jax.Array | None) -> tuple[jax.Array, jax.Array]: ...
+
+
+def forward(attend: Attend, request: Request) -> Outputs:
+    """`attend`, then the sinks and the projection in float32 or better. With `attend` bound it is a `frame.Forward`."""
+    q_BTHE, v_self_BTKE, settings = request.q_BTHE, request.projected_v_BTKE, request.settings
+    if v_self_BTKE is None:
+        y_BTHE, lse_BHT = _with_sinks(request.sinks_H, *attend(request, None))
+        return Outputs(y_BTHE.astype(q_BTHE.dtype), lse_BHT, None)
+    K, wide = request.k_BSKE.shape[2], jnp.promote_types(q_BTHE.dtype, jnp.float32)
+    v_self_BTK1E = v_self_BTKE.astype(wide)[:, :, :, None]
+    n2_BTK11 = jnp.sum(v_self_BTK1E * v_self_BTK1E, axis=-1, keepdims=True)
+    keeps_diagonal_BKT = None
+    if settings.drop_diagonal:
+        keeps_diagonal_BKT = jnp.logical_not(settings.exact(n2_BTK11))[..., 0, 0].swapaxes(1, 2)
+    y_BTHE, lse_BHT = _with_sinks(request.sinks_H, *attend(request, keeps_diagonal_BKT))
     y_BTKGE = group(y_BTHE, K).astype(wide)
-    c_BTKG1 = jnp.sum(y_BTKGE * own_BTK1E, axis=-1, keepdims=True) * call.inverse(n2_BTK11)
-    alpha = 1 if alpha_H is None else alpha_H.reshape(K, -1, 1)
-    z_BTKGE = y_BTKGE - alpha * c_BTKG1 * own_BTK1E
-    return z_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype), lse_BHT, c_BTKG1.reshape(q_BTHE.shape[:3]).swapaxes(1, 2)
+    c_BTKG1 = jnp.sum(y_BTKGE * v_self_BTK1E, axis=-1, keepdims=True) * settings.inverse(n2_BTK11)
+    alpha = 1 if request.alpha_H is None else request.alpha_H.reshape(K, -1, 1)
+    z_BTKGE = y_BTKGE - alpha * c_BTKG1 * v_self_BTK1E
+    z_BTHE = z_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype)
+    return Outputs(z_BTHE, lse_BHT, c_BTKG1.reshape(q_BTHE.shape[:3]).swapaxes(1, 2))
 
 
 def _with_sinks(sinks_H: jax.Array | None, y_BTHE: jax.Array, lse_BHT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return (y_BTHE, lse_BHT) if sinks_H is None else also(y_BTHE, lse_BHT, sinks_H.astype(lse_BHT.dtype)[:, None])
+    if sinks_H is None:
+        return y_BTHE, lse_BHT
+    return add_zero_value_key(y_BTHE, lse_BHT, sinks_H.astype(lse_BHT.dtype)[:, None])
 
 
-def also(y_BTHE: jax.Array, lse_BHT: jax.Array, score_BHT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(y, lse) once one more key takes weight: its scores broadcast to [B, H, T], and its value is zero."""
-    both_BHT = jnp.logaddexp(lse_BHT, score_BHT)
-    return y_BTHE * jnp.exp(lse_BHT - both_BHT).swapaxes(1, 2)[..., None], both_BHT
+def add_zero_value_key(y_BTHE: jax.Array, lse_BHT: jax.Array, score_BHT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(y, lse) with one more key in the softmax: its scores broadcast to [B, H, T], and its value is zero."""
+    lse_with_key_BHT = jnp.logaddexp(lse_BHT, score_BHT)
+    return y_BTHE * jnp.exp(lse_BHT - lse_with_key_BHT).swapaxes(1, 2)[..., None], lse_with_key_BHT

@@ -1,10 +1,13 @@
 """The definition of attention with XSA, written to be read. Everything is in float32; a T x S matrix exists."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xsa_kernels.spec import MaskSpec, Projection
+from xsa_kernels.request import Request
+from xsa_kernels.spec import MaskSpec, Projection, Sharding, visible
 
 
 def group(x_BTHE: jax.Array, num_kv_heads: int) -> jax.Array:
@@ -13,22 +16,10 @@ def group(x_BTHE: jax.Array, num_kv_heads: int) -> jax.Array:
     return x_BTHE.reshape(B, T, num_kv_heads, H // num_kv_heads, E)
 
 
-def visible(mask: MaskSpec, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
-    """Which keys (last axis) each query sees, by position alone: bool [len(q_positions), len(k_positions)]."""
-    ahead = k_positions[None, :] - q_positions[:, None]
-    seen = jnp.ones(ahead.shape, bool)
-    if mask.causal:
-        seen &= ahead <= 0
-    if mask.window is not None:
-        seen &= ahead > -mask.window
-        if not mask.causal:
-            seen &= ahead < mask.window
-    return seen
-
-
 def dense_mask(mask: MaskSpec, T: int, S: int) -> jax.Array:
     """The whole mask as a bool array that broadcasts to [B, T, S]; the queries are the last T of the S tokens."""
-    seen = visible(mask, jnp.arange(S - T, S), jnp.arange(S))[None]
+    seen = visible(mask, jnp.arange(S - T, S)[:, None], jnp.arange(S))
+    seen = jnp.ones((1, T, S), bool) if seen is None else seen[None]
     if mask.segment_ids is not None:
         seen = seen & (mask.segment_ids[:, S - T :, None] == mask.segment_ids[:, None, :])
     return seen
@@ -84,19 +75,16 @@ def project(y_BTKGE: jax.Array, v_BTKE: jax.Array, xsa: Projection) -> jax.Array
     return y_BTKGE - c_BTKG1.astype(y_BTKGE.dtype) * u_BTK1E
 
 
-def attention(
-    q_BTHE: jax.Array,
-    k_BSKE: jax.Array,
-    v_BSKE: jax.Array,
-    v_self_BTKE: jax.Array | None,
-    mask: MaskSpec,
-    xsa: Projection | None,
-    sinks_H: jax.Array | None,
-    softcap: float | None,
-    scale: float,
-) -> jax.Array:
-    p_BKGTS = weights(q_BTHE, k_BSKE, mask, sinks_H, softcap, scale)
-    v_BSKE = v_BSKE.astype(p_BKGTS.dtype)
+def attention(request: Request, sharding: Sharding | None = None) -> jax.Array:
+    """`xsa_kernels.attention` with impl="reference". XLA divides it over a mesh by itself."""
+    settings = request.settings
+    mask = dataclasses.replace(settings.mask, segment_ids=request.segment_ids_BS)
+    p_BKGTS = weights(request.q_BTHE, request.k_BSKE, mask, request.sinks_H, settings.softcap, settings.scale)
+    v_BSKE = request.v_BSKE.astype(p_BKGTS.dtype)
     y_BTKGE = jnp.einsum("BKGTS,BSKE->BTKGE", p_BKGTS, v_BSKE, precision=lax.Precision.HIGHEST)
-    z_BTKGE = y_BTKGE if xsa is None else project(y_BTKGE, v_BSKE if v_self_BTKE is None else v_self_BTKE, xsa)
-    return z_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype)
+    if settings.zero_rule is None:
+        z_BTKGE = y_BTKGE
+    else:
+        xsa = Projection(1.0 if request.alpha_H is None else request.alpha_H, settings.zero_rule, settings.eps)
+        z_BTKGE = project(y_BTKGE, v_BSKE if request.v_self_BTKE is None else request.v_self_BTKE, xsa)
+    return z_BTKGE.reshape(request.q_BTHE.shape).astype(request.q_BTHE.dtype)

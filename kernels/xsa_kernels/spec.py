@@ -1,12 +1,17 @@
-"""What a call of attention asks for, as data."""
+"""The arguments of attention that are more than one array or number, and what a mask means by position."""
 
 import dataclasses
 import functools
-import math
-import numbers
-from typing import Literal
+from typing import Literal, Protocol
 
 import jax
+
+from xsa_kernels.arguments import is_number, need
+
+# A finite start for the running maximum of scores: where a block hides all its keys from a query, exp(-inf - LOWEST) is 0 and not
+# NaN.
+LOWEST = -1e30
+LOG2E = 1.4426950408889634
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("segment_ids",), meta_fields=("causal", "window"))
@@ -47,15 +52,60 @@ class Projection:
     eps: float = 1e-12
 
 
-def need(good: bool, argument: str, found: object, expected: str) -> None:
-    """Raises ValueError unless `good`."""
-    if not good:
-        raise ValueError(f"{argument}: found {found}, expected {expected}")
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How one call of attention is divided over the axes of a mesh. Axes that the mesh does not have are ignored.
+
+    Attributes:
+      batch: the mesh axes over which the rows of the batch are split; one name, or several from the outermost to the innermost.
+      heads: the mesh axis over which the heads are split.
+      replicated: mesh axes along which every device is to do the same work.
+
+    Raises:
+      ValueError: for what is not the name of an axis, and for an axis that is named twice.
+    """
+
+    batch: tuple[str, ...] | str = ()
+    heads: str | None = None
+    replicated: tuple[str, ...] | str = ()
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "replicated"):
+            names = getattr(self, field)
+            names = (names,) if isinstance(names, str) else names
+            good = isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
+            need(good, f"sharding.{field}", names, "names of mesh axes")
+            object.__setattr__(self, field, tuple(names))
+        need(self.heads is None or isinstance(self.heads, str), "sharding.heads", self.heads, "None or the name of one mesh axis")
+        need(len(set(self.named)) == len(self.named), "sharding", f"the axes {self.named}", "each axis once")
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """All axes that have a meaning here."""
+        return (*self.batch, *(() if self.heads is None else (self.heads,)), *self.replicated)
 
 
-def is_number(x: object) -> bool:
-    """Whether it is a finite number that is known while a program is traced."""
-    return isinstance(x, numbers.Real) and math.isfinite(x)
+class Positions(Protocol):
+    """The part of a mask that goes by position: a `MaskSpec`, or the `Settings` of a request."""
+
+    @property
+    def causal(self) -> bool: ...
+
+    @property
+    def window(self) -> int | None: ...
+
+
+def visible(mask: Positions, query_position: jax.Array, key_position: jax.Array) -> jax.Array | None:
+    """Whether a query sees a key, by position alone, in the common shape of the positions; None where all keys are seen."""
+    seen = None
+    if mask.causal:
+        seen = key_position <= query_position
+    if mask.window is not None:
+        after_start = key_position > query_position - mask.window
+        seen = after_start if seen is None else seen & after_start
+        if not mask.causal:
+            seen &= key_position < query_position + mask.window
+    return seen
 
 
 def check_projection(xsa: Projection | None) -> None:

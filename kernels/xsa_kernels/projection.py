@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from xsa_kernels import reference
-from xsa_kernels.spec import Projection, check_projection, need
+from xsa_kernels.arguments import need
+from xsa_kernels.spec import Projection, check_projection
 
 
 def project(y_THE: jax.Array, v_self_TKE: jax.Array, xsa: Projection, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:

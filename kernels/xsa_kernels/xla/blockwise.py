@@ -12,19 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xsa_kernels.fused import Call
-from xsa_kernels.reference import group, visible
+from xsa_kernels.backend import Gradients, Outputs, RowGradients
+from xsa_kernels.reference import group
+from xsa_kernels.request import Request
+from xsa_kernels.spec import LOWEST, visible
 
 BLOCK = 512
-# A finite start for the running maximum: where a block hides all its keys from a row, exp(-inf - LOWEST) is 0 and not NaN.
-LOWEST = -1e30
 
 
-def average(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT) -> tuple[jax.Array, jax.Array]:
-    """`attend` of `xsa_kernels.compose.forward`."""
+def forward(request: Request, keeps_diagonal_BKT: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Attention without sinks and projection; see `compose.Attend`."""
+    q_BTHE, v_BSKE = request.q_BTHE, request.v_BSKE
     wide = jnp.promote_types(q_BTHE.dtype, jnp.float32)
-    grid = _Grid(call, q_BTHE, k_BSKE, segment_ids, kept_BKT)
-    q_NBKGtE, k_MBKsE, v_MBKsE = grid.queries(q_BTHE), grid.keys(k_BSKE), grid.keys(v_BSKE)
+    grid = BlockGrid(request, keeps_diagonal_BKT)
+    q_NBKGtE, k_MBKsE, v_MBKsE = grid.queries(q_BTHE), grid.keys(request.k_BSKE), grid.keys(v_BSKE)
     m_NBKGt = jnp.full(q_NBKGtE.shape[:-1], LOWEST, wide)
     l_NBKGt = jnp.zeros_like(m_NBKGt)
 
@@ -36,7 +37,7 @@ def average(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT) -> tuple[
         m_new = jnp.maximum(m_old, s_BKGts.max(-1))
         p_BKGts = jnp.exp(s_BKGts - m_new[..., None])
         shrink = jnp.exp(m_old - m_new)
-        p_narrow = grid.without_own(p_BKGts, i, j).astype(v_BSKE.dtype)
+        p_narrow = grid.without_diagonal(p_BKGts, i, j).astype(v_BSKE.dtype)
         acc = acc_NBKGtE[i] * shrink[..., None] + _dot("BKGts,BKsE->BKGtE", p_narrow, v_MBKsE[j])
         carry = (
             acc_NBKGtE.at[i].set(acc),
@@ -53,12 +54,14 @@ def average(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, kept_BKT) -> tuple[
     return y_BTHE, lse_BTKG1.reshape(q_BTHE.shape[:3]).swapaxes(1, 2)
 
 
-def backward(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, delta_BHT, kept_BKT, dv_BTKE):
-    """`backward_main` of `xsa_kernels.fused.Backend`."""
-    grid = _Grid(call, q_BTHE, k_BSKE, segment_ids, kept_BKT)
-    q_NBKGtE, k_MBKsE, v_MBKsE, dy_NBKGtE = grid.queries(q_BTHE), grid.keys(k_BSKE), grid.keys(v_BSKE), grid.queries(dy_BTHE)
-    lse_NBKGt1, delta_NBKGt1 = (grid.queries(x_BHT.swapaxes(1, 2)[..., None]) for x_BHT in (lse_BHT, delta_BHT))
-    wide, narrow = lse_BHT.dtype, q_BTHE.dtype
+def backward_main(request: Request, outputs: Outputs, rows: RowGradients) -> Gradients:
+    """See `backend.BackwardMain`."""
+    settings, q_BTHE, wide = request.settings, request.q_BTHE, outputs.lse_BHT.dtype
+    narrow = q_BTHE.dtype
+    grid = BlockGrid(request, rows.keeps_diagonal_BKT)
+    q_NBKGtE, dy_NBKGtE = grid.queries(q_BTHE), grid.queries(rows.dy_BTHE)
+    k_MBKsE, v_MBKsE = grid.keys(request.k_BSKE), grid.keys(request.v_BSKE)
+    lse_NBKGt1, delta_NBKGt1 = (grid.queries(x.swapaxes(1, 2)[..., None]) for x in (outputs.lse_BHT, rows.delta_BHT))
 
     def step(carry, pair):
         dq_NBKGtE, dk_MBKsE, dv_MBKsE = carry
@@ -66,12 +69,12 @@ def backward(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, 
         q, k, v, dy = q_NBKGtE[i], k_MBKsE[j], v_MBKsE[j], dy_NBKGtE[i]
         s_BKGts = grid.scores(q, k)
         p_BKGts = jnp.where(grid.seen(i, j), jnp.exp(s_BKGts - lse_NBKGt1[i]), 0)
-        dp_BKGts = grid.without_own(_dot("BKGtE,BKsE->BKGts", dy, v), i, j)
+        dp_BKGts = grid.without_diagonal(_dot("BKGtE,BKsE->BKGts", dy, v), i, j)
         ds_BKGts = p_BKGts * (dp_BKGts - delta_NBKGt1[i])
-        if call.softcap is not None:
-            ds_BKGts *= 1 - (s_BKGts / call.softcap) ** 2
-        ds_BKGts = (ds_BKGts * call.scale).astype(narrow)
-        p_narrow = grid.without_own(p_BKGts, i, j).astype(narrow)
+        if settings.softcap is not None:
+            ds_BKGts *= 1 - (s_BKGts / settings.softcap) ** 2
+        ds_BKGts = (ds_BKGts * settings.scale).astype(narrow)
+        p_narrow = grid.without_diagonal(p_BKGts, i, j).astype(narrow)
         carry = (
             dq_NBKGtE.at[i].add(_dot("BKGts,BKsE->BKGtE", ds_BKGts, k)),
             dk_MBKsE.at[j].add(_dot("BKGts,BKGtE->BKsE", ds_BKGts, q)),
@@ -79,39 +82,44 @@ def backward(call: Call, q_BTHE, k_BSKE, v_BSKE, segment_ids, lse_BHT, dy_BTHE, 
         )
         return carry, None
 
-    dv_MBKsE = jnp.zeros(v_MBKsE.shape, wide) if dv_BTKE is None else grid.keys(dv_BTKE)
+    dv_MBKsE = jnp.zeros(v_MBKsE.shape, wide) if rows.dv_start_BTKE is None else grid.keys(rows.dv_start_BTKE)
     zeros = (jnp.zeros(q_NBKGtE.shape, wide), jnp.zeros(k_MBKsE.shape, wide), dv_MBKsE)
     (dq_NBKGtE, dk_MBKsE, dv_MBKsE), _ = lax.scan(step, zeros, grid.pairs)
     dq_BTHE = grid.rows(dq_NBKGtE).reshape(q_BTHE.shape)
-    return dq_BTHE.astype(narrow), grid.columns(dk_MBKsE).astype(narrow), grid.columns(dv_MBKsE).astype(narrow)
+    return Gradients(dq_BTHE.astype(narrow), grid.columns(dk_MBKsE).astype(narrow), grid.columns(dv_MBKsE).astype(narrow))
 
 
-class _Grid:
-    """How one call is cut into blocks, and what a query block sees of a key block."""
+class BlockGrid:
+    """How one request is cut into blocks, and what a query block sees of a key block."""
 
-    def __init__(self, call: Call, q_BTHE, k_BSKE, segment_ids, kept_BKT):
-        (_, self.T, _, _), (_, self.S, self.K, _) = q_BTHE.shape, k_BSKE.shape
+    def __init__(self, request: Request, keeps_diagonal_BKT: jax.Array | None):
+        self.settings = request.settings
+        (self.T, self.S), self.K = (x.shape[1] for x in (request.q_BTHE, request.k_BSKE)), request.k_BSKE.shape[2]
         self.t, self.s = min(BLOCK, self.T), min(BLOCK, self.S)
-        self.call = call
+        self.pairs = self._visible_pairs()
+        self.ids = None
+        if request.segment_ids_BS is not None:
+            self.ids = _cut(request.segment_ids_BS[:, self.S - self.T :], self.t), _cut(request.segment_ids_BS, self.s)
+        self.drops_diagonal_NBtK = None
+        if keeps_diagonal_BKT is not None:
+            self.drops_diagonal_NBtK = _cut(jnp.logical_not(keeps_diagonal_BKT).swapaxes(1, 2), self.t)
+
+    def _visible_pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The (query block, key block) pairs in which positions leave something visible."""
+        causal, window = self.settings.causal, self.settings.window
         N, M = -(-self.T // self.t), -(-self.S // self.s)
         i, j = np.divmod(np.arange(N * M, dtype=np.int32), M)
         # The most and the least that a key of block j can be ahead of a query of block i.
         least = j * self.s - (self.S - self.T + i * self.t + self.t - 1)
         most = least + self.s - 1 + self.t - 1
         active = np.ones(N * M, bool)
-        if call.causal:
+        if causal:
             active &= least <= 0
-        if call.window is not None:
-            active &= most > -call.window
-            if not call.causal:
-                active &= least < call.window
-        self.pairs = i[active], j[active]
-        self.ids = None
-        if segment_ids is not None:
-            self.ids = _cut(segment_ids[:, self.S - self.T :], self.t), _cut(segment_ids, self.s)
-        self.drops_NBtK = None
-        if call.drop_diagonal:
-            self.drops_NBtK = _cut(jnp.logical_not(kept_BKT).swapaxes(1, 2), self.t)
+        if window is not None:
+            active &= most > -window
+            if not causal:
+                active &= least < window
+        return i[active], j[active]
 
     def queries(self, x_BTHE: jax.Array) -> jax.Array:
         return _cut(group(x_BTHE, self.K), self.t).transpose(0, 1, 3, 4, 2, 5)
@@ -128,28 +136,31 @@ class _Grid:
         return x_MBKsE.transpose(1, 0, 3, 2, 4).reshape(B, M * s, K, E)[:, : self.S]
 
     def scores(self, q_BKGtE: jax.Array, k_BKsE: jax.Array) -> jax.Array:
-        s_BKGts, softcap = _dot("BKGtE,BKsE->BKGts", q_BKGtE, k_BKsE) * self.call.scale, self.call.softcap
+        softcap = self.settings.softcap
+        s_BKGts = _dot("BKGtE,BKsE->BKGts", q_BKGtE, k_BKsE) * self.settings.scale
         return s_BKGts if softcap is None else softcap * jnp.tanh(s_BKGts / softcap)
 
     def positions(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self.S - self.T + i * self.t + jnp.arange(self.t), j * self.s + jnp.arange(self.s)
+        """The tokens of query block i as a column [t, 1], and those of key block j as a row [s]."""
+        return (self.S - self.T + i * self.t + jnp.arange(self.t))[:, None], j * self.s + jnp.arange(self.s)
 
     def seen(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """What query block i sees of key block j: bool, broadcasts to [B, K, G, t, s]."""
-        q_positions, k_positions = self.positions(i, j)
-        seen = visible(self.call.mask, q_positions, k_positions) & (k_positions < self.S)
+        q_position, k_position = self.positions(i, j)
+        seen, is_key = visible(self.settings, q_position, k_position), k_position < self.S
+        seen = is_key if seen is None else seen & is_key
         if self.ids is None:
             return seen
         q_ids_NBt, k_ids_MBs = self.ids
         return (seen & (q_ids_NBt[i][:, :, None] == k_ids_MBs[j][:, None, :]))[:, None, None]
 
-    def without_own(self, x_BKGts: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+    def without_diagonal(self, x_BKGts: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         """x with 0 where a query that drops its diagonal meets its own key."""
-        if self.drops_NBtK is None:
+        if self.drops_diagonal_NBtK is None:
             return x_BKGts
-        q_positions, k_positions = self.positions(i, j)
-        drops_BKt1 = self.drops_NBtK[i].transpose(0, 2, 1)[..., None]
-        return jnp.where((drops_BKt1 & (q_positions[:, None] == k_positions))[:, :, None], 0, x_BKGts)
+        q_position, k_position = self.positions(i, j)
+        drops_BKt1 = self.drops_diagonal_NBtK[i].transpose(0, 2, 1)[..., None]
+        return jnp.where((drops_BKt1 & (q_position == k_position))[:, :, None], 0, x_BKGts)
 
 
 def _cut(x_BT: jax.Array, size: int) -> jax.Array:

@@ -1,0 +1,1 @@
+"""Attention kernels of other makers, with the projection behind them."""

@@ -1,0 +1,1 @@
+"""Attention in plain XLA, for every backend that XLA compiles for."""
