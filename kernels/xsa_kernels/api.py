@@ -11,7 +11,7 @@ from xsa_kernels import device as devices
 from xsa_kernels import mesh, reference, registry
 from xsa_kernels.arguments import is_number, need
 from xsa_kernels.registry import Features, Impl
-from xsa_kernels.request import Request, Settings
+from xsa_kernels.request import make_request
 from xsa_kernels.spec import CAUSAL, MaskSpec, Projection, Sharding, check_projection
 
 log = logging.getLogger("xsa_kernels")
@@ -71,20 +71,17 @@ def attention(
     )
     chosen = _choose(impl, features, platform=devices.platform(q_BTHE, k_BSKE, v_BSKE))
     mask, softcap, scale = _plain(q_BTHE, k_BSKE, mask, softcap, scale)
-    if xsa is None:
-        v_self_BTKE = alpha_H = None
-    else:
-        v_self_BTKE = None if v_self_BTKE is v_BSKE else v_self_BTKE
-        alpha_H = _alpha_per_head(xsa, q_BTHE)
-    settings = Settings(
-        causal=mask.causal,
-        window=mask.window,
-        softcap=softcap,
+    request = make_request(
+        q_BTHE,
+        k_BSKE,
+        v_BSKE,
+        mask=mask,
+        xsa=xsa,
         scale=scale,
-        zero_rule=None if xsa is None else xsa.zero_rule,
-        eps=0.0 if xsa is None else xsa.eps,
+        sinks_H=sinks_H,
+        softcap=softcap,
+        v_self_BTKE=v_self_BTKE,
     )
-    request = Request(q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, mask.segment_ids, sinks_H, alpha_H, settings)
     return chosen.load()(request, sharding)
 
 
@@ -146,14 +143,6 @@ def _plain(
     if mask.window is not None:  # one as wide as the keys hides nothing, and may be too large for an int32
         mask = dataclasses.replace(mask, window=int(mask.window) if mask.window < k.shape[1] else None)
     return mask, None if softcap is None else float(softcap), q.shape[-1] ** -0.5 if scale is None else float(scale)
-
-
-def _alpha_per_head(xsa: Projection, q_BTHE: jax.Array) -> jax.Array | None:
-    """alpha_H in float32 or better; None for the number 1, for which implementations have a shorter form."""
-    if isinstance(xsa.alpha, float | int) and xsa.alpha == 1:
-        return None
-    wide = jnp.promote_types(q_BTHE.dtype, jnp.float32)
-    return jnp.broadcast_to(jnp.asarray(xsa.alpha, wide), (q_BTHE.shape[2],))
 
 
 def _depends_on_position(mask: MaskSpec) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from xsa_kernels.spec import MaskSpec
+from xsa_kernels.spec import MaskSpec, Projection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,11 +15,12 @@ class Settings:
     """The part of a request that is known when the program is traced.
 
     Attributes:
-      causal, window: positions that a query sees, as in `MaskSpec`.
-      softcap, scale: as in `api.attention`; None turns the soft-cap off.
-      zero_rule: how 1 / |v|^2 is made, as in `Projection`; None where there is no projection.
+      causal, window: the positions that a query sees, as in `MaskSpec`.
+      softcap, scale: as in `api.attention`; a softcap of None is none.
+      zero_rule: how 1 / |v|^2 avoids a division by zero, as in `Projection`; None without a projection.
       eps: see `zero_rule`.
-      drop_diagonal: the forward pass leaves p_ii v_i out of y_i, except in rows where `exact` is False; see `frame`.
+      drop_diagonal: whether the forward pass leaves p_ii v_i out of y_i, except in rows where `exact` is False. `frame.attention`
+        sets it.
     """
 
     causal: bool
@@ -36,7 +37,7 @@ class Settings:
         return MaskSpec(self.causal, self.window)
 
     def inverse(self, n2: jax.Array) -> jax.Array:
-        """1 / n2 by the zero rule, from |v|^2 in float32."""
+        """1 / n2 by the zero rule, where the argument is |v|^2 in float32 or better."""
         if self.zero_rule == "add":
             return 1 / (n2 + self.eps)
         if self.zero_rule == "clamp":
@@ -58,14 +59,15 @@ class Settings:
 )
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One call of attention whose arguments are known to be good.
+    """One call of attention whose arguments were checked.
 
     Attributes:
       q_BTHE, k_BSKE, v_BSKE: queries, keys and values.
       v_self_BTKE: the query tokens' own values; None where they are `v_BSKE` itself, with T = S, or without a projection.
       segment_ids_BS: int32; None where every row is one document.
       sinks_H: one logit per query head; None without sinks.
-      alpha_H: how much is removed, per query head, in float32 or better; None is 1 everywhere (or no projection).
+      alpha_H: how much of the component along v is removed, per query head, in float32 or better; None is 1 for all heads, or no
+        projection.
       settings: what is known when the program is traced.
     """
 
@@ -80,7 +82,37 @@ class Request:
 
     @property
     def projected_v_BTKE(self) -> jax.Array | None:
-        """The values along which the projection removes; None without a projection."""
+        """The values whose direction the projection removes from y; None without a projection."""
         if self.settings.zero_rule is None:
             return None
         return self.v_BSKE if self.v_self_BTKE is None else self.v_self_BTKE
+
+
+def make_request(
+    q_BTHE: jax.Array,
+    k_BSKE: jax.Array,
+    v_BSKE: jax.Array,
+    *,
+    mask: MaskSpec,
+    xsa: Projection | None,
+    scale: float,
+    sinks_H: jax.Array | None = None,
+    softcap: float | None = None,
+    v_self_BTKE: jax.Array | None = None,
+) -> Request:
+    """A request from the arguments of `api.attention`, checked, with `window`, `softcap` and `scale` as Python numbers."""
+    settings = Settings(
+        causal=mask.causal,
+        window=mask.window,
+        softcap=softcap,
+        scale=scale,
+        zero_rule=None if xsa is None else xsa.zero_rule,
+        eps=0.0 if xsa is None else xsa.eps,
+    )
+    alpha_H = None
+    if xsa is None or v_self_BTKE is v_BSKE:
+        v_self_BTKE = None
+    if xsa is not None and not (isinstance(xsa.alpha, float | int) and xsa.alpha == 1):
+        wide = jnp.promote_types(q_BTHE.dtype, jnp.float32)
+        alpha_H = jnp.broadcast_to(jnp.asarray(xsa.alpha, wide), (q_BTHE.shape[2],))
+    return Request(q_BTHE, k_BSKE, v_BSKE, v_self_BTKE, mask.segment_ids, sinks_H, alpha_H, settings)
