@@ -13,7 +13,7 @@ DEMO := runs/demo
 # Extra flags of both demo trainings; a quick look: --config.train.num_steps=20 --config.optim.warmup_steps=5
 DEMO_FLAGS ?=
 
-.PHONY: demo test test-fast gates lint format lock clean-demo check-python
+.PHONY: demo test test-fast gates lint format lock docs clean-demo check-python
 
 ## Train SA and XSA on text that ships with Python, evaluate both, print and draw the comparison.
 demo: $(READY)
@@ -23,7 +23,8 @@ demo: $(READY)
 	$(RUN) train.py --config configs/demo.py --workdir $(DEMO)/xsa --config.data.path=$(DEMO)/tokens --config.attention.kind=xsa $(DEMO_FLAGS)
 	$(RUN) eval.py --run $(DEMO)/sa --tokens 100000
 	$(RUN) eval.py --run $(DEMO)/xsa --tokens 100000
-	$(RUN) -m xsa_jax.analyze.compare $(DEMO)/sa $(DEMO)/xsa --output $(DEMO)/report
+	$(RUN) -m xsa_jax.train.step_time $(DEMO)/sa $(DEMO)/xsa --output $(DEMO)/step_time.json
+	$(RUN) -m xsa_jax.compare $(DEMO)/sa $(DEMO)/xsa --step_times $(DEMO)/step_time.json --output $(DEMO)/report
 
 ## Forget the demo's runs, so that the next one starts anew.
 clean-demo:
@@ -48,6 +49,10 @@ lint: $(READY)
 format: $(READY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+## Write the pages of docs/ that are derived from the code.
+docs: $(READY)
+	$(RUN) -m xsa_jax.config.table > docs/config.md
 
 ## Pin the newest versions that fit pyproject.toml, for every supported Python at once.
 lock: $(READY)

@@ -9,21 +9,21 @@ import sys
 
 from absl import app, flags
 
-from xsa_jax.config import UserError
+from xsa_jax.errors import UserError
 
 RUN = flags.DEFINE_string("run", None, "Folder of a training run.", required=True)
-STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the latest by default.", lower_bound=1)
-CONTEXTS = flags.DEFINE_list("contexts", [], "Context lengths beside the trained one: 512,4096.")
-STORE = flags.DEFINE_string("store", None, "A token store to evaluate on; the run's own by default.")
-TOKENS = flags.DEFINE_integer("tokens", None, "Held-out tokens to read; eval.tokens of the run by default.", lower_bound=1)
-PROBE_ROWS = flags.DEFINE_integer("probe_rows", 8, "Rows of held-out text for the similarity analysis.", lower_bound=1)
-SAMPLES = flags.DEFINE_integer("samples", 1, "How many texts to write.", lower_bound=0)
-PROMPT = flags.DEFINE_string("prompt", "The", "How they begin.")
-SAMPLE_TOKENS = flags.DEFINE_integer("sample_tokens", None, "Of each after the prompt; up to 200 by default.", lower_bound=1)
-TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Of the samples; 0 takes the likeliest token.", lower_bound=0.0)
-TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest tokens; 0 = among all.", lower_bound=0)
-SEED = flags.DEFINE_integer("seed", 0, "Of the samples.", lower_bound=0)
-OUTPUT = flags.DEFINE_string("output", None, "The JSON file, in place of RUN/eval/<step>.json.")
+STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; the latest by default.", lower_bound=1)
+CONTEXTS = flags.DEFINE_list("contexts", [], "Context lengths to evaluate beside the trained one: 512,4096.")
+STORE = flags.DEFINE_string("store", None, "Token store to evaluate on; the run's own by default.")
+TOKENS = flags.DEFINE_integer("tokens", None, "Number of held-out tokens to read; the run's eval.tokens by default.", lower_bound=1)
+PROBE_ROWS = flags.DEFINE_integer("probe_rows", 8, "Number of held-out rows for the similarity analysis.", lower_bound=1)
+SAMPLES = flags.DEFINE_integer("samples", 1, "Number of texts to generate.", lower_bound=0)
+PROMPT = flags.DEFINE_string("prompt", "The", "Text that every sample continues.")
+SAMPLE_TOKENS = flags.DEFINE_integer("sample_tokens", None, "Tokens to generate per sample; up to 200 by default.", lower_bound=1)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Sampling temperature; 0 takes the most likely token.", lower_bound=0.0)
+TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k most likely tokens; 0 = among all.", lower_bound=0)
+SEED = flags.DEFINE_integer("seed", 0, "Random seed for sampling.", lower_bound=0)
+OUTPUT = flags.DEFINE_string("output", None, "Path of the JSON file; RUN/eval/<step>.json by default.")
 
 
 def main(argv: list[str]) -> None:
@@ -38,10 +38,10 @@ def main(argv: list[str]) -> None:
 def evaluate() -> None:
     if OUTPUT.value and not OUTPUT.value.endswith(".json"):
         raise UserError(f"--output={OUTPUT.value}: expected a name that ends in .json; the picture goes beside it as .png")
-    from xsa_jax.analyze import plots  # after the flags are known to be good: these imports bring up jax
-    from xsa_jax.analyze.similarity import similarity
+    from xsa_jax.compare import plots  # after the flags are known to be good: these imports bring up jax
     from xsa_jax.evaluate import generate, loss, report
     from xsa_jax.evaluate.restore import restore
+    from xsa_jax.evaluate.similarity import similarity
 
     contexts = report.contexts(CONTEXTS.value)
     restored = restore(pathlib.Path(RUN.value), STEP.value, STORE.value)
@@ -53,7 +53,7 @@ def evaluate() -> None:
     )
     result = report.header(RUN.value, restored) | {
         "losses": loss.losses(restored, [trained, *contexts], tokens),
-        "similarity": similarity(restored.model.config, restored.params, probe),
+        "similarity": similarity(restored.model, restored.params, probe),
         "samples": samples,
     }
     output = pathlib.Path(OUTPUT.value or f"{RUN.value}/eval/{restored.step}.json")
@@ -66,7 +66,7 @@ def evaluate() -> None:
 def parse_flags(argv: list[str]) -> list[str]:
     """Absl's parser, with one line in place of its paragraph."""
     try:
-        # Errors only: of a damaged checkpoint Orbax warns in many lines, ahead of the one that our own error takes.
+        # Errors only: Orbax warns of a damaged checkpoint in many lines, ahead of the one line that our own error takes.
         return flags.FLAGS([argv[0], "--verbosity=-2", *argv[1:]])
     except flags.Error as error:
         sys.exit(f"error: {' '.join(str(error).split())}")

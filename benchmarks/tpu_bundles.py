@@ -111,9 +111,7 @@ def child(chip: str, kind: str, direction: str) -> None:
     from xsa_kernels.tpu import schedule
 
     if any((blocks.q, blocks.kv) != (BLOCK, BLOCK) for blocks in (schedule.forward_blocks(E), schedule.backward_blocks())):
-        raise SystemExit(
-            f"the regions were counted for blocks of {BLOCK}, which are no longer those of tpu/schedule.py"
-        )
+        raise SystemExit(f"the regions were counted for blocks of {BLOCK}, which are no longer those of tpu/schedule.py")
 
     def ours(xsa):
         return lambda q, k, v: fused.attention(tpu.backend(), q, k, v, v, MaskSpec(), xsa, None, None, E**-0.5)

@@ -6,11 +6,11 @@ Result: not a measurement; it ends in seconds.
 
 from ml_collections import ConfigDict
 
-from configs import base
+from xsa_jax.config import config_dict
 
 
 def get_config() -> ConfigDict:
-    config = base.get_config()
+    config = config_dict()
     config.model.update(vocab_size=260, num_layers=2, d_model=32, d_ff=64, dtype="float32")
     config.attention.update(num_heads=4, num_kv_heads=2, head_dim=8)
     config.data.update(seq_len=32, batch_size=8)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from configs import base
-from xsa_jax.config import Config, flatten, from_config_dict
-from xsa_jax.mesh import Axes, make_mesh
-from xsa_jax.model.transformer import Model, Params
+from xsa_jax.config import Config, flatten, from_config_dict, to_dict
+from xsa_jax.model.transformer import Model, Params, build
+from xsa_jax.parallel.mesh import Axes, make_mesh
+from xsa_jax.train.setup import Setup, assemble
 
 REPO = pathlib.Path(__file__).resolve().parents[1]
 SHARED_DATA = REPO / ".." / "shared" / "data"
@@ -31,12 +31,12 @@ TINY: Mapping[str, Any] = {
 
 
 def tiny_tree(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """`configs/base.py` made tiny, as the nested dict that `from_config_dict` reads.
+    """The defaults made tiny, as the nested dict that `from_config_dict` reads.
 
     Args:
       overrides: dotted field name -> value, over those of `TINY`.
     """
-    tree = base.get_config().to_dict()
+    tree = to_dict(Config())
     for name, value in {**TINY, **(overrides or {})}.items():
         *groups, field = name.split(".")
         node = tree
@@ -52,7 +52,7 @@ def tiny_config(overrides: Mapping[str, Any] | None = None) -> Config:
 
 
 def tiny_flags(overrides: Mapping[str, Any] | None = None) -> list[str]:
-    """The same config as flags for `train.py --config configs/base.py`."""
+    """The same config as flags for `train.py --config configs/smoke.py`."""
     return [f"--config.{name}={value}" for name, value in flatten({**TINY, **(overrides or {})})]
 
 
@@ -81,7 +81,17 @@ def random_params(model: Model, seed: int = 0) -> Params:
 
 def mesh_of(config: Config, devices: int = 1) -> Mesh:
     """The config's mesh over the first of the eight fake devices."""
-    return make_mesh(config, jax.devices()[:devices])
+    return make_mesh(config.mesh, config.data.batch_size, jax.devices()[:devices])
+
+
+def model_of(config: Config) -> Model:
+    """The config's model."""
+    return build(config.model, config.attention)
+
+
+def assembled(config: Config, devices: int = 1) -> Setup:
+    """The config's run over the first of the eight fake devices."""
+    return assemble(config, jax.devices()[:devices])
 
 
 def assert_trees_equal(actual: Any, expected: Any) -> None:

@@ -2,15 +2,21 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 import typing
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from configs import base
-from tests.helpers import tiny_config, tiny_tree
-from xsa_jax import config as config_module
-from xsa_jax.config import Config, ConfigError, check_resumable, check_same_model, flatten, from_config_dict, to_dict, xsa_layers
+from tests.helpers import REPO, model_of, subprocess_env, tiny_config, tiny_tree
+from xsa_jax.config import Config, TrainConfig, config_dict, flatten, from_config_dict, table, to_dict
+from xsa_jax.config.fields import fields
+from xsa_jax.config.rules import check_continues, check_same_weights, differences, fixed_in_comparisons
+from xsa_jax.config.schema import field
+from xsa_jax.config.stored import from_stored, to_stored
+from xsa_jax.errors import ConfigError
+from xsa_jax.model.selection import select
 from xsa_kernels.api import Impl
 
 pytestmark = pytest.mark.fast
@@ -66,8 +72,8 @@ def refused(overrides: dict, field: str, *fragments: object) -> str:
     return text
 
 
-def test_base_holds_every_field_and_is_valid():
-    config = from_config_dict(base.get_config())
+def test_the_defaults_hold_every_field_and_are_valid():
+    config = from_config_dict(config_dict())
     assert dict(flatten(to_dict(config))).keys() == FIELDS.keys()
 
 
@@ -138,11 +144,12 @@ def test_every_number_has_a_least_value(field):
         refused({field: bad, **BESIDE.get(field, {})}, field, bad)
 
 
-def test_the_table_of_least_values_names_real_fields_and_is_strict():
-    assert config_module._AT_LEAST.keys() <= set(NUMBERS)
-    for field, least in config_module._AT_LEAST.items():
-        below = least - 1 if FIELDS[field] is int else least - 0.001
-        refused({field: below}, field, below, least)
+def test_least_values_are_strict():
+    bounded = {name: declared.about.least for name, declared in fields().items() if declared.about.least is not None}
+    assert bounded.keys() == set(NUMBERS) - {"attention.xsa.alpha"}
+    for name, least in bounded.items():
+        below = least - 1 if FIELDS[name] is int else least - 0.001
+        refused({name: below}, name, below, least)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,6 @@ def test_the_table_of_least_values_names_real_fields_and_is_strict():
         ({"attention.xsa.alpha": 0.5, "attention.xsa.strength": "learned"}, "attention.xsa.alpha=0.5", ["strength='learned'"]),
         ({"attention.xsa.eps": 0.0}, "attention.xsa.eps=0", ["zero_rule='clamp'"]),
         ({"attention.xsa.eps": 0.0, "attention.xsa.zero_rule": "add"}, "attention.xsa.eps=0", ["zero_rule='add'"]),
-        ({"attention.xsa.layers": "first:3"}, "attention.xsa.layers='first:3'", ["2 layers"]),
         ({"model.dropout": 1.0}, "model.dropout=1.0", ["less than 1"]),
         ({"optim.peak_lr": 0.0}, "optim.peak_lr=0.0", ["more than 0"]),
         ({"optim.beta1": 1.0}, "optim.beta1=1.0", ["less than 1"]),
@@ -182,6 +188,12 @@ def test_what_the_rules_leave_free():
     tiny_config({"optim.warmup_steps": 0, "optim.final_lr_ratio": 1, "optim.clip_norm": 0})
 
 
+@pytest.mark.parametrize("kind", ["sa", "xsa"])
+def test_layers_that_a_model_does_not_have_are_refused_when_it_is_described(kind):
+    with pytest.raises(ConfigError, match=r"^attention\.xsa\.layers='first:3' with 2 layers"):
+        model_of(tiny_config({"attention.kind": kind, "attention.xsa.layers": "first:3"}))
+
+
 @pytest.mark.parametrize(
     ("spec", "chosen"),
     [
@@ -197,16 +209,16 @@ def test_what_the_rules_leave_free():
         ("5,0,3", {0, 3, 5}),
     ],
 )
-def test_xsa_layers(spec, chosen):
-    assert xsa_layers(spec, 6) == tuple(layer in chosen for layer in range(6))
+def test_chosen_layers(spec, chosen):
+    assert select(spec, 6) == tuple(layer in chosen for layer in range(6))
 
 
 @pytest.mark.parametrize(
     "spec", ["", "none", "first", "first:", "first:0", "first:7", "last:-1", "every:1.5", "every:0", "6", "-1", "0,,1"]
 )
-def test_xsa_layers_refuses(spec):
+def test_layers_that_do_not_exist_are_refused(spec):
     with pytest.raises(ConfigError, match=r"^attention\.xsa\.layers=") as error:
-        xsa_layers(spec, 6)
+        select(spec, 6)
     assert repr(spec) in str(error.value)
     assert "from 0 to 5" in str(error.value)
 
@@ -218,33 +230,145 @@ MAY_CHANGE_ON_RESUME = {
 MAY_CHANGE_AROUND_WEIGHTS = {"attention.impl", "model.dropout", "model.dtype", "model.remat"}
 
 
-def _changed(field: str) -> Config:
-    return tiny_config({field: OTHER[field], **BESIDE.get(field, {})})
+def _changed(name: str) -> Config:
+    return tiny_config({name: OTHER[name], **BESIDE.get(name, {})})
 
 
-@pytest.mark.parametrize("field", [name for name in FIELDS if name != "optim.name"])  # it has one value only
-def test_what_may_change_between_a_run_and_its_continuation(field):
-    stored, now = json.loads(json.dumps(to_dict(tiny_config()))), _changed(field)
-    old, new = dict(flatten(stored))[field], OTHER[field]
+@pytest.mark.parametrize("name", [name for name in FIELDS if name != "optim.name"])  # it has one value only
+def test_what_may_change_between_a_run_and_its_continuation(name):
+    stored, now = from_stored(json.loads(json.dumps(to_stored(tiny_config()))), "runs/x"), _changed(name)
+    old, new = dict(flatten(to_dict(stored)))[name], OTHER[name]
     assert old != new
-    both = f"{field} (run: {old!r}, now: {new!r})"
-    same_model = not field.startswith(("attention.", "model.")) or field in MAY_CHANGE_AROUND_WEIGHTS
-    for check, allowed in [(check_resumable, field in MAY_CHANGE_ON_RESUME), (check_same_model, same_model)]:
+    both = f"{name} (run: {old!r}, now: {new!r})"
+    same_model = not name.startswith(("attention.", "model.")) or name in MAY_CHANGE_AROUND_WEIGHTS
+    for rule, allowed in [(check_continues, name in MAY_CHANGE_ON_RESUME), (check_same_weights, same_model)]:
         if allowed:
-            check(stored, now, "runs/x")
+            rule(stored, now, "runs/x")
         else:
             with pytest.raises(ConfigError, match="runs/x") as error:
-                check(stored, now, "runs/x")
+                rule(stored, now, "runs/x")
             assert both in str(error.value)
 
 
-def test_a_field_that_the_stored_run_never_had_is_named():
-    stored = to_dict(tiny_config())
+MAY_DIFFER_IN_COMPARISONS = {
+    "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every", "data.path", "data.workers", "eval.every", "eval.tokens",
+    "train.log_every", *(name for name in FIELDS if name.startswith("attention.")),
+}  # fmt: skip
+
+
+def test_what_may_differ_between_compared_runs():
+    assert set(fixed_in_comparisons()) == FIELDS.keys() - MAY_DIFFER_IN_COMPARISONS
+    assert set(fixed_in_comparisons(["optim", "seed"])) == {
+        name for name in FIELDS.keys() - MAY_DIFFER_IN_COMPARISONS if not name.startswith("optim.") and name != "seed"
+    }
+    assert set(fixed_in_comparisons(["see", "optim.peak"])) == set(fixed_in_comparisons())
+
+
+def test_a_field_that_every_run_has_stored_is_named_where_it_is_missing():
+    stored = to_stored(tiny_config())
     del stored["attention"]["sinks"]
-    with pytest.raises(ConfigError, match=r"attention\.sinks \(run: '<absent>', now: False\)"):
-        check_resumable(stored, tiny_config(), "runs/x")
+    with pytest.raises(ConfigError, match=r"^runs/x: attention\.sinks is missing, .*restore the file"):
+        from_stored(stored, "runs/x")
+
+
+@pytest.mark.parametrize("version", ["9.9.9", None])
+def test_a_field_of_a_newer_version_is_refused_with_both_versions(version):
+    stored = to_stored(tiny_config()) | {"version": version}
+    stored["optim"]["muon"] = True
+    if version is None:
+        del stored["version"]
+    with pytest.raises(ConfigError) as error:
+        from_stored(stored, "runs/x")
+    here = to_stored(tiny_config())["version"]
+    assert str(error.value).startswith("runs/x: unknown field optim.muon: it was written by version ")
+    assert (version or "before 0.2.0") in str(error.value)
+    assert f"this is {here}" in str(error.value)
+
+
+@pytest.mark.parametrize("stored", [None, 3, [], "config"])
+def test_what_is_no_stored_config_is_refused(stored):
+    with pytest.raises(ConfigError, match=r"^runs/x: expected a stored config, found "):
+        from_stored(stored, "runs/x")
+
+
+def test_an_impossible_stored_value_names_the_run_and_the_field():
+    stored = to_stored(tiny_config())
+    stored["optim"]["beta1"] = 2.0
+    with pytest.raises(ConfigError, match=r"^runs/x: optim\.beta1=2\.0: expected less than 1"):
+        from_stored(stored, "runs/x")
+
+
+# A copy of the schema with one field more. Nothing else knows of it.
+_Trained = dataclasses.make_dataclass(
+    "_Trained",
+    [
+        (
+            "skip_outliers",
+            Literal["never", "loss", "gradient"],
+            field("loss", "steps that are skipped", may_change=True, may_differ=True, before="never"),
+        ),
+        ("patience", int, field(3, "outliers in a row that end the run", least=1, before=1)),
+    ],
+    bases=(TrainConfig,),
+    frozen=True,
+)
+_Longer = dataclasses.make_dataclass(
+    "_Longer", [("train", _Trained, dataclasses.field(default_factory=_Trained))], bases=(Config,), frozen=True
+)
+
+
+def test_a_new_field_is_a_line_of_the_schema():
+    tree = config_dict(_Longer)
+    assert (tree.train.skip_outliers, tree.train.patience) == ("loss", 3)
+    assert "| `train.skip_outliers` | `loss` | steps that are skipped | yes | yes |" in table.markdown(_Longer)
+    assert "| `train.patience` | `3` | outliers in a row that end the run |  |  |" in table.markdown(_Longer)
+
+    now: Any = from_config_dict(tree, _Longer)
+    assert now.train.patience == 3
+    for bad, message in ((0, "expected a finite number of at least 1"), ("3", "expected int")):
+        tree.train.unlock()
+        broken = tree.to_dict()
+        broken["train"]["patience"] = bad
+        with pytest.raises(ConfigError, match=rf"^train\.patience={bad!r}: {message}"):
+            from_config_dict(broken, _Longer)
+    tree.train.skip_outliers = "all"
+    with pytest.raises(ConfigError, match=r"^train\.skip_outliers='all': expected one of 'never', 'loss', 'gradient'"):
+        from_config_dict(tree, _Longer)
+
+    # A run from before takes the value that describes what it did.
+    old: Any = from_stored(to_stored(Config()), "runs/x", _Longer)
+    assert (old.train.skip_outliers, old.train.patience) == ("never", 1)
+    with pytest.raises(ConfigError, match=r"another config: train\.patience \(run: 1, now: 3\)\. Use"):
+        check_continues(old, now, "runs/x")
+    assert "train.skip_outliers" not in fixed_in_comparisons((), _Longer)
+    assert "train.patience" in fixed_in_comparisons((), _Longer)
+    assert differences(to_dict(old), to_dict(now), fixed_in_comparisons((), _Longer)) == {"train.patience": (1, 3)}
+    with pytest.raises(ConfigError, match=r"unknown field train\.skip_outliers, train\.patience"):
+        from_stored(to_stored(now), "runs/x")
+
+
+def test_every_field_says_what_it_is():
+    for name, declared in fields().items():
+        assert declared.about.doc, name
+        assert "\n" not in declared.about.doc, name
+        assert declared.type in (int, float, bool, str), name
+        if declared.type in (int, float):
+            assert declared.about.least is not None or name == "attention.xsa.alpha"
+
+
+def test_the_table_in_docs_is_current():
+    assert (REPO / "docs" / "config.md").read_text() == table.markdown(), "run make docs"
 
 
 def test_every_attention_implementation_can_be_chosen():
-    choices = typing.get_args(_fields()["attention.impl"])
-    assert choices == typing.get_args(Impl)
+    assert fields()["attention.impl"].choices == typing.get_args(Impl)
+
+
+def test_print_config_shows_every_field_and_trains_nothing(tmp_path):
+    command = [sys.executable, str(REPO / "train.py"), f"--config={REPO}/configs/smoke.py", "--print_config", "--config.seed=3"]
+    done = subprocess.run(command, env=subprocess_env(), cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.split("=")[0] for line in lines] == list(FIELDS)
+    assert "seed=3  # default: 0" in lines
+    assert "optim.beta2=0.95" in lines
+    assert list(tmp_path.iterdir()) == []

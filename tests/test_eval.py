@@ -11,8 +11,8 @@ import pytest
 
 from tests.data.helpers import text_store
 from tests.helpers import REPO, subprocess_env
-from xsa_jax.config import UserError
 from xsa_jax.data.store import read_meta, write_meta
+from xsa_jax.errors import UserError
 from xsa_jax.evaluate import loss, report
 from xsa_jax.evaluate.restore import restore
 

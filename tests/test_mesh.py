@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.helpers import mesh_of, tiny_config
-from xsa_jax.config import ConfigError
-from xsa_jax.mesh import RULES, constrain, make_mesh, sharding
-from xsa_jax.model.transformer import build
+from tests.helpers import mesh_of, model_of, tiny_config
+from xsa_jax.errors import ConfigError
+from xsa_jax.parallel.mesh import RULES, constrain, sharding
+from xsa_jax.train.setup import assemble
 
 pytestmark = pytest.mark.fast
 
@@ -30,7 +30,7 @@ def test_make_mesh(sizes, devices, shape):
 
 
 def test_all_devices_by_default():
-    assert make_mesh(tiny_config()).devices.size == len(jax.devices()) == 8
+    assert assemble(tiny_config()).mesh.devices.size == len(jax.devices()) == 8
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_where_each_logical_axis_lives():
 
 
 def test_the_model_uses_the_axes_of_the_table_and_no_others():
-    axes = build(tiny_config({"model.tie_embeddings": False})).axes
+    axes = model_of(tiny_config({"model.tie_embeddings": False})).axes
     used = {axis for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)) for axis in names}
     assert used - {None} == RULES.keys() - {"batch"}
 

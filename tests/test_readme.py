@@ -4,8 +4,8 @@ import importlib
 import re
 
 import pytest
-
 from configs.base import get_config
+
 from tests.helpers import REPO
 from xsa_jax.config import flatten, from_config_dict
 from xsa_jax.train.metrics import train_flops_per_token

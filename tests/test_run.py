@@ -12,14 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helpers import REPO, assert_trees_equal, mesh_of, subprocess_env
-from xsa_jax.config import from_config_dict
+from tests.helpers import REPO, assembled, assert_trees_equal, subprocess_env
+from xsa_jax.config.stored import from_stored
 from xsa_jax.data.loader import Loader
 from xsa_jax.data.store import TokenStore
-from xsa_jax.model.transformer import build
-from xsa_jax.train import optim
 from xsa_jax.train.checkpoint import Checkpoints
-from xsa_jax.train.state import TrainState, abstract_state
+from xsa_jax.train.state import TrainState
 
 STEPS = 24
 SENTENCES = ("the cat sat on the mat", "a dog ran far away", "no two rows of this text are alike", "and so on it goes")
@@ -84,11 +82,9 @@ def wait_for_step(process: subprocess.Popen, workdir: pathlib.Path, step: int) -
 
 
 def restored(workdir: pathlib.Path) -> tuple[TrainState, dict]:
-    config = from_config_dict(json.loads((workdir / "config.json").read_text()))
-    model = build(config)
-    tx = optim.optimizer(config.optim, config.train.num_steps, model.axes)
+    config = from_stored(json.loads((workdir / "config.json").read_text()), "config.json")
     with Checkpoints(workdir) as checkpoints:
-        return checkpoints.restore(model, abstract_state(model, tx, mesh_of(config)))
+        return checkpoints.restore(config, assembled(config).abstract_state)
 
 
 @pytest.fixture(scope="module")

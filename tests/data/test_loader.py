@@ -10,9 +10,9 @@ import pytest
 
 from tests.data.helpers import number_store, text_store, words
 from tests.helpers import subprocess_env
-from xsa_jax.config import UserError
 from xsa_jax.data.loader import Loader
 from xsa_jax.data.store import Split, TokenStore
+from xsa_jax.errors import UserError
 
 T, B = 4, 4
 

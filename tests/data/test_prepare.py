@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from tests.data.helpers import documents, files_of, settings, text_store, words, write_json_lines, write_parquet
-from xsa_jax.config import UserError
 from xsa_jax.data.prepare import main, prepare
 from xsa_jax.data.store import TokenStore
+from xsa_jax.errors import UserError
 
 
 @pytest.fixture

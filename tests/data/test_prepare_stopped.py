@@ -12,9 +12,9 @@ import pytest
 
 from tests.data.helpers import files_of, settings, words, write_json_lines
 from tests.helpers import subprocess_env
-from xsa_jax.config import UserError
 from xsa_jax.data.prepare import prepare
 from xsa_jax.data.store import TokenStore
+from xsa_jax.errors import UserError
 
 
 def command(pattern, output, *more):

@@ -3,13 +3,15 @@ import types
 
 import pytest
 
+from xsa_jax import progress as shown_progress
 from xsa_jax.data import progress
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    for module in (progress, shown_progress):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.data.helpers import documents, number_store, text_store, words
 from tests.helpers import subprocess_env
-from xsa_jax.config import UserError
 from xsa_jax.data.shard import ShardWriter
 from xsa_jax.data.store import TokenStore, write_meta
+from xsa_jax.errors import UserError
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_pickled_split_opens_its_files_itself(numbers):
 
 PASS = """
 import resource, sys
-from xsa_jax.config import UserError
+from xsa_jax.errors import UserError
 from xsa_jax.data.loader import Loader
 from xsa_jax.data.store import TokenStore
 

@@ -3,8 +3,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.helpers import words, write_invalid_utf8, write_json_lines, write_parquet
-from xsa_jax.config import UserError
 from xsa_jax.data import text
+from xsa_jax.errors import UserError
 
 
 def read(path, on_error="fail"):

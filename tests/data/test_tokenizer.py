@@ -6,8 +6,8 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 
 from tests.data.helpers import words
 from tests.helpers import SHARED_DATA
-from xsa_jax.config import UserError
 from xsa_jax.data import tokenizer
+from xsa_jax.errors import UserError
 
 SPECIAL = "<|endoftext|>"
 

@@ -8,15 +8,14 @@ import jax
 import numpy as np
 
 from tests.data.helpers import text_store, words
-from tests.helpers import mesh_of, random_params, tiny_config
+from tests.helpers import mesh_of, model_of, random_params, tiny_config
 from xsa_jax.evaluate.restore import Restored
-from xsa_jax.model.transformer import build
 
 
 def restored(folder: pathlib.Path, overrides: Mapping[str, Any] | None = None, **store: Any) -> Restored:
     """Random weights of a tiny XSA model for bytes, on one device, and a store with some hundred tokens, all held out."""
     config = tiny_config({"model.vocab_size": 260, "attention.kind": "xsa", **(overrides or {})})
-    model = build(config)
+    model = model_of(config)
     tokens = text_store(folder, words(6), validation_fraction=1.0, **store)
     return Restored(1, config, model, random_params(model), mesh_of(config), tokens)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.evaluate.helpers import restored
-from xsa_jax.config import UserError
+from xsa_jax.errors import UserError
 from xsa_jax.evaluate.generate import generate, prompt_ids, samples
 
 PROMPTS = [[5], [7, 250], [11, 3, 90, 41, 41, 7, 8]]
@@ -23,7 +23,7 @@ def last_logits(model, row):
 
 
 def write(model, prompts=PROMPTS, num_tokens=2, **options):
-    return generate(model.model, model.params, prompts, num_tokens, **{"vocab_size": 257, **options})
+    return generate(model.model, model.params, prompts, num_tokens, **{"context": 16, "vocab_size": 257, **options})
 
 
 @pytest.mark.fast

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.evaluate.helpers import direct_nll, restored
-from xsa_jax.config import UserError
+from xsa_jax.errors import UserError
 from xsa_jax.evaluate import loss
 
 pytestmark = pytest.mark.fast
@@ -34,7 +34,7 @@ def test_equals_a_plain_pass_with_a_ragged_last_batch_at_every_context(tmp_path,
         sums = loss.position_sums(model, context, tokens)
         np.testing.assert_allclose(sums.nll_T, np.nansum(expected, axis=0), rtol=1e-5)
         np.testing.assert_array_equal(sums.tokens_T, np.isfinite(expected).sum(axis=0))
-        for bucket in loss.report(sums, 1.0)["buckets"]:
+        for bucket in loss.summary(sums, 1.0)["buckets"]:
             of_bucket = expected[:, bucket["start"] : bucket["stop"]]
             assert bucket["loss"] == pytest.approx(np.nanmean(of_bucket), rel=1e-5)
 

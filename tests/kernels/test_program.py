@@ -12,9 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xsa_kernels
-from tests.helpers import subprocess_env, tiny_config
+from tests.helpers import model_of, subprocess_env, tiny_config
 from tests.kernels.cases import arrays
-from xsa_jax.model.transformer import build
 from xsa_kernels import MaskSpec, Projection, attention, blockwise, fused
 
 
@@ -82,7 +81,7 @@ def test_a_rematerialised_layer_runs_attention_forward_once(kind, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", 8)
 
     def scans(remat):
-        model = build(tiny_config({"model.remat": remat, "attention.kind": kind, "attention.impl": "xla"}))
+        model = model_of(tiny_config({"model.remat": remat, "attention.kind": kind, "attention.impl": "xla"}))
         tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
         loss = jax.grad(lambda params, tokens: model.bind(params)(tokens)[0].sum())
         return str(jax.make_jaxpr(loss)(model.abstract_params, tokens)).count("= scan[")

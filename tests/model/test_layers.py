@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import tiny_config
+from tests.helpers import model_of, tiny_config
 from xsa_jax.model import layers
-from xsa_jax.model.transformer import build
 
 pytestmark = pytest.mark.fast
 
@@ -105,7 +104,7 @@ def test_fresh_weights():
         "model.num_layers": 8, "model.mlp": "swiglu", "model.tie_embeddings": False, "attention.kind": "xsa",
         "attention.xsa.strength": "learned", "attention.sinks": True, "attention.value_residual": True, "attention.qk_norm": True,
     }  # fmt: skip
-    params = build(tiny_config(overrides)).init(jax.random.key(0))
+    params = model_of(tiny_config(overrides)).init(jax.random.key(0))
     D, F, HE, L = 32, 48, 24, 8
     attention, mlp = params["blocks"]["attention"], params["blocks"]["mlp"]
     deviations = {

@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import assert_trees_close, assert_trees_equal, mesh_of, random_batch, random_params, tiny_config
-from xsa_jax.config import Config, ConfigError
+from tests.helpers import assembled, assert_trees_close, assert_trees_equal, model_of, random_batch, random_params, tiny_config
+from xsa_jax.config import Config
+from xsa_jax.errors import ConfigError
 from xsa_jax.model import layers
-from xsa_jax.model.transformer import Model, Params, build
-from xsa_jax.train import optim
+from xsa_jax.model.transformer import Model, Params
 from xsa_jax.train.loss import loss_sums
-from xsa_jax.train.state import abstract_state
-from xsa_jax.train.step import make_step
 
 XSA: dict[str, Any] = {"attention.kind": "xsa"}
 LEARNED = XSA | {"attention.xsa.strength": "learned"}
@@ -36,11 +34,7 @@ def _grad(model: Model):
 
 def _lowered_step(config: Config) -> str:
     """The text of the whole train step, from shapes alone."""
-    model = build(config)
-    lr = optim.schedule(config.optim, config.train.num_steps)
-    tx = optim.optimizer(config.optim, config.train.num_steps, model.axes)
-    state = abstract_state(model, tx, mesh_of(config))
-    return jax.jit(make_step(model, tx, lr, config)).lower(state, random_batch(config)).as_text()
+    return assembled(config).lower().as_text()
 
 
 def _leaves(tree) -> dict[str, Any]:
@@ -49,7 +43,7 @@ def _leaves(tree) -> dict[str, Any]:
 
 @pytest.mark.fast
 def test_every_optional_parameter_leaves_the_weights_of_a_seed_as_they_were():
-    plain = _leaves(build(tiny_config()).init(jax.random.key(0)))
+    plain = _leaves(model_of(tiny_config()).init(jax.random.key(0)))
     assert not any("gate" in name for name in plain)
     for overrides, added in (
         (XSA, 0),
@@ -61,16 +55,16 @@ def test_every_optional_parameter_leaves_the_weights_of_a_seed_as_they_were():
         ({"model.norm": "rmsnorm"}, 0),
         (LEARNED | {"attention.sinks": True, "attention.value_residual": True, "attention.qk_norm": True}, 5),
     ):
-        other = _leaves(build(tiny_config(overrides)).init(jax.random.key(0)))
+        other = _leaves(model_of(tiny_config(overrides)).init(jax.random.key(0)))
         assert len(other) == len(plain) + added, overrides
         for name, weights in plain.items():
             np.testing.assert_array_equal(other[name], weights, err_msg=f"{overrides} {name}")
-    assert (_leaves(build(tiny_config()).init(jax.random.key(1)))["['embed']"] != plain["['embed']"]).any()
+    assert (_leaves(model_of(tiny_config()).init(jax.random.key(1)))["['embed']"] != plain["['embed']"]).any()
 
 
 @pytest.mark.fast
 def test_abstract_params_and_axes_describe_what_init_makes():
-    model = build(tiny_config(LEARNED | {"attention.sinks": True, "attention.value_residual": True, "attention.qk_norm": True}))
+    model = model_of(tiny_config(LEARNED | {"attention.sinks": True, "attention.value_residual": True, "attention.qk_norm": True}))
     params = model.init(jax.random.key(0))
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), params)
     assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), model.abstract_params)
@@ -94,23 +88,23 @@ def test_the_sa_program_has_nothing_of_xsa():
 @pytest.mark.fast
 def test_alpha_zero_and_a_fresh_gate_compute_sa():
     tokens_BT = random_batch(tiny_config())["tokens"]
-    sa = build(tiny_config())
+    sa = model_of(tiny_config())
     params = random_params(sa)
     expected = _logits(sa, params, tokens_BT)
     for overrides in (XSA | {"attention.xsa.strength": "fixed", "attention.xsa.alpha": 0.0}, LEARNED):
-        model = build(tiny_config(overrides))
+        model = model_of(tiny_config(overrides))
         fresh = jax.tree.map(lambda x: x, params)
         if overrides is LEARNED:
             fresh["blocks"]["attention"]["gate"] = jnp.zeros(model.abstract_params["blocks"]["attention"]["gate"].shape)
         np.testing.assert_array_equal(_logits(model, fresh, tokens_BT), expected)
-    assert np.abs(_logits(build(tiny_config(XSA)), params, tokens_BT) - expected).max() > 0.01
+    assert np.abs(_logits(model_of(tiny_config(XSA)), params, tokens_BT) - expected).max() > 0.01
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("overrides", [{}, LEARNED], ids=["sa", "learned"])
 def test_grouped_queries_equal_repeated_key_value_heads(kv_heads, overrides):
-    grouped = build(tiny_config({"attention.num_kv_heads": kv_heads, **overrides}))
-    full = build(tiny_config({"attention.num_kv_heads": 4, **overrides}))
+    grouped = model_of(tiny_config({"attention.num_kv_heads": kv_heads, **overrides}))
+    full = model_of(tiny_config({"attention.num_kv_heads": 4, **overrides}))
     params = random_params(grouped)
     repeated = jax.tree.map(lambda x: x, params)
     for name in "kv":
@@ -123,7 +117,7 @@ def test_grouped_queries_equal_repeated_key_value_heads(kv_heads, overrides):
     ("zero_rule", "impl"), [("clamp", "reference"), ("clamp", "xla"), ("add", "xla"), ("exact", "reference"), ("exact", "xla")]
 )
 def test_gradients_are_finite_where_every_value_is_zero(zero_rule, impl):
-    model = build(tiny_config(XSA | {"attention.xsa.zero_rule": zero_rule, "attention.impl": impl, "model.num_layers": 1}))
+    model = model_of(tiny_config(XSA | {"attention.xsa.zero_rule": zero_rule, "attention.impl": impl, "model.num_layers": 1}))
     params = random_params(model)
     params["blocks"]["attention"]["v"] = jnp.zeros_like(params["blocks"]["attention"]["v"])
     nll, grads = _grad(model)(params, random_batch(model.config, documents=3))
@@ -134,7 +128,7 @@ def test_gradients_are_finite_where_every_value_is_zero(zero_rule, impl):
 
 
 def test_the_gate_learns_from_its_start_at_zero():
-    model = build(tiny_config(LEARNED))
+    model = model_of(tiny_config(LEARNED))
     params = random_params(model)
     gates = params["blocks"]["attention"]
     gates["gate"] = jnp.zeros_like(gates["gate"])
@@ -147,7 +141,7 @@ def test_remat_changes_memory_and_nothing_else():
     batch = random_batch(tiny_config(shape), documents=2)
     results, temporary = {}, {}
     for policy in ("none", "full", "dots", "attention"):
-        model = build(tiny_config({**shape, "model.remat": policy}))
+        model = model_of(tiny_config({**shape, "model.remat": policy}))
         params = random_params(model)
         compiled = _grad(model).lower(params, batch).compile()
         temporary[policy] = compiled.memory_analysis().temp_size_in_bytes
@@ -169,11 +163,11 @@ def test_the_program_does_not_grow_with_depth(pattern):
 
 
 def test_dropout_follows_its_key():
-    model = build(tiny_config({"model.dropout": 0.3}))
+    model = model_of(tiny_config({"model.dropout": 0.3}))
     params = random_params(model)
     tokens_BT = random_batch(model.config)["tokens"]
     once, again, other = (_logits(model, params, tokens_BT, jax.random.key(seed)) for seed in (0, 0, 1))
-    off, plain = _logits(model, params, tokens_BT), _logits(build(tiny_config()), params, tokens_BT)
+    off, plain = _logits(model, params, tokens_BT), _logits(model_of(tiny_config()), params, tokens_BT)
     np.testing.assert_array_equal(once, again)
     np.testing.assert_array_equal(off, plain)
     assert np.abs(once - other).max() > 0.1
@@ -188,7 +182,7 @@ def test_each_layer_and_branch_has_its_own_dropout_key(monkeypatch):
         return x
 
     monkeypatch.setattr(layers, "dropout", spy)
-    model = build(tiny_config({"model.dropout": 0.3, "model.num_layers": 3}))
+    model = model_of(tiny_config({"model.dropout": 0.3, "model.num_layers": 3}))
     _logits(model, random_params(model), random_batch(model.config)["tokens"], jax.random.key(0))
     jax.effects_barrier()
     assert len(set(used)) == len(used) == 2 * 3 + 1
@@ -196,7 +190,7 @@ def test_each_layer_and_branch_has_its_own_dropout_key(monkeypatch):
 
 def test_the_loss_in_bfloat16_is_near_that_in_float32():
     overrides = XSA | {"attention.value_residual": True, "model.num_layers": 1}
-    low, high = build(tiny_config({**overrides, "model.dtype": "bfloat16"})), build(tiny_config(overrides))
+    low, high = model_of(tiny_config({**overrides, "model.dtype": "bfloat16"})), model_of(tiny_config(overrides))
     params, batch = random_params(high), random_batch(high.config)
     (nll_low, grads_low), (nll_high, grads_high) = _grad(low)(params, batch), _grad(high)(params, batch)
     assert float(nll_low) == pytest.approx(float(nll_high), rel=0.01)
@@ -205,9 +199,9 @@ def test_the_loss_in_bfloat16_is_near_that_in_float32():
 
 
 @pytest.mark.fast
-def test_an_implementation_that_cannot_is_refused_when_the_model_is_described():
+def test_an_implementation_that_cannot_is_refused_when_the_run_is_assembled():
     splash = {"attention.impl": "splash", "data.seq_len": 128, "train.loss_chunk": 128}
-    build(tiny_config(splash))
+    assembled(tiny_config(splash))
     for overrides, feature in (
         ({"attention.impl": "cudnn"}, "device=cpu, dtype=float32"),
         ({"attention.impl": "hopper", "model.dtype": "bfloat16", "attention.head_dim": 64}, "device=cpu, expected"),
@@ -218,13 +212,13 @@ def test_an_implementation_that_cannot_is_refused_when_the_model_is_described():
         with pytest.raises(
             ConfigError, match=rf"attention\.impl='{config['attention.impl']}' at data.seq_len={config['data.seq_len']}.*{feature}"
         ):
-            build(tiny_config(config))
+            assembled(tiny_config(config))
 
 
 @pytest.mark.fast
 def test_models_of_one_config_are_equal_descriptions():
     """The step is compiled once per description: two builds of one config must not count as two."""
-    one, two = build(tiny_config(XSA)), build(tiny_config(XSA))
+    one, two = model_of(tiny_config(XSA)), model_of(tiny_config(XSA))
     assert one.graphdef == two.graphdef
     assert hash(one.graphdef) == hash(two.graphdef)
     assert dataclasses.replace(one, config=two.config) == two

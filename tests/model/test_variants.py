@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helpers import random_batch, random_params, tiny_config
+from tests.helpers import model_of, random_batch, random_params, tiny_config
 from tests.model import oracle
 from xsa_jax.config import Config
-from xsa_jax.model.transformer import Params, build
+from xsa_jax.model.transformer import Params
 
 XSA: dict[str, Any] = {"attention.kind": "xsa"}
 MHA, MQA = {"attention.num_kv_heads": 4}, {"attention.num_kv_heads": 1}
@@ -77,7 +77,7 @@ def _seen(q_BTHE, _k, v_BTKE, z_BTHE, **_):
 def variant(request) -> Compiled:
     overrides, projecting = VARIANTS[request.param]
     config = tiny_config({"data.documents": "isolate", **overrides})
-    model = build(config)
+    model = model_of(config)
     params = random_params(model)
 
     @jax.jit
@@ -166,7 +166,7 @@ def test_what_projection_leaves(variant):
 def test_one_document_needs_no_segment_ids(name):
     overrides, projecting = VARIANTS[name]
     config = tiny_config(overrides)
-    model = build(config)
+    model = model_of(config)
     params = random_params(model)
     tokens_BT, _ = _three_documents(config)
 

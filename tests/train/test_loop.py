@@ -12,8 +12,8 @@ import pytest
 
 from tests.data.helpers import text_store, words
 from tests.helpers import REPO, tiny_config
-from xsa_jax.config import UserError
-from xsa_jax.train import loop, workdir
+from xsa_jax.errors import UserError
+from xsa_jax.train import actions, loop, setup, workdir
 from xsa_jax.train.checkpoint import Checkpoints
 
 STEPS = 8
@@ -31,6 +31,10 @@ def config_for(store, overrides=()):
     })  # fmt: skip
 
 
+def train(config, folder):
+    loop.train(config, folder, (actions.log, actions.validate, actions.save))
+
+
 def losses(folder, split="train"):
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {record["step"]: record["loss"] for record in records if record["split"] == split}
@@ -40,7 +44,7 @@ def losses(folder, split="train"):
 def whole(store, tmp_path_factory):
     """A run on a mesh of 2 x 2 x 2 that nothing stopped."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    loop.train(config_for(store, {"mesh.fsdp": 2, "mesh.tensor": 2}), folder)
+    train(config_for(store, {"mesh.fsdp": 2, "mesh.tensor": 2}), folder)
     return folder
 
 
@@ -55,7 +59,7 @@ def stopped(whole, tmp_path):
 
 
 def test_another_mesh_continues_the_run(store, whole, stopped, capsys):
-    loop.train(config_for(store, {"mesh.tensor": 2}), stopped)
+    train(config_for(store, {"mesh.tensor": 2}), stopped)
     assert "continuing from step 4" in capsys.readouterr().out
     for split in ("train", "validation"):
         expected, found = losses(whole, split), losses(stopped, split)
@@ -65,7 +69,7 @@ def test_another_mesh_continues_the_run(store, whole, stopped, capsys):
 
 def test_no_array_is_gathered_whole_on_its_way_between_two_shardings(store, tmp_path, capfd):
     config = config_for(store, {"mesh.fsdp": 2, "mesh.tensor": 2, "optim.warmup_steps": 0, "train.num_steps": 1})
-    loop.train(config, tmp_path / "run")
+    train(config, tmp_path / "run")
     assert "Involuntary full rematerialization" not in capfd.readouterr().err  # how XLA says it
 
 
@@ -73,7 +77,7 @@ def test_other_tokens_under_the_same_name_are_refused(stopped, tmp_path):
     other = text_store(tmp_path / "other", words(80, seed=1), validation_fraction=0.2)
     before = sorted(os.walk(stopped))
     with pytest.raises(UserError, match="data stream is another one: store"):
-        loop.train(config_for(other), stopped)
+        train(config_for(other), stopped)
     assert sorted(os.walk(stopped)) == before
 
 
@@ -81,7 +85,7 @@ def test_lost_checkpoints_are_not_a_fresh_start(store, stopped):
     shutil.rmtree(stopped / "checkpoints")
     before = (stopped / "metrics.jsonl").read_text()
     with pytest.raises(UserError, match="metrics reach step 8 with a save every 2, but there is no checkpoint"):
-        loop.train(config_for(store), stopped)
+        train(config_for(store), stopped)
     assert (stopped / "metrics.jsonl").read_text() == before
 
 
@@ -95,11 +99,11 @@ def test_a_life_that_ended_before_its_first_save_starts_over(tmp_path, left):
 def test_numpy_batches_do_not_slip_onto_the_device(store, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "put_batch", lambda mesh, batch: dict(batch))
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-        loop.train(config_for(store), tmp_path / "run")
+        train(config_for(store), tmp_path / "run")
 
 
 def test_weights_that_are_not_finite_are_never_saved(store, tmp_path, monkeypatch):
-    real = loop.make_step
+    real = setup.make_step
 
     def poisoned(*args):
         step = real(*args)
@@ -110,15 +114,15 @@ def test_weights_that_are_not_finite_are_never_saved(store, tmp_path, monkeypatc
 
         return with_nan
 
-    monkeypatch.setattr(loop, "make_step", poisoned)
+    monkeypatch.setattr(setup, "make_step", poisoned)
     with pytest.raises(UserError, match="step 1: the train grad_norm is nan"):
-        loop.train(config_for(store, {"checkpoint.every": 1}), tmp_path / "run")
+        train(config_for(store, {"checkpoint.every": 1}), tmp_path / "run")
     with Checkpoints(tmp_path / "run") as checkpoints:
         assert checkpoints.steps == []
 
 
 def test_a_stop_during_a_validation_saves_without_waiting_for_its_end(store, tmp_path, monkeypatch, capsys):
-    real, read = loop.validate, []
+    real, read = actions.validate_rows, []
 
     def slow(evaluator, params, batches, rows, mesh):
         def counted():
@@ -129,8 +133,8 @@ def test_a_stop_during_a_validation_saves_without_waiting_for_its_end(store, tmp
 
         return real(evaluator, params, counted(), rows, mesh)
 
-    monkeypatch.setattr(loop, "validate", slow)
-    loop.train(config_for(store, {"eval.every": 3, "checkpoint.every": 100, "eval.tokens": 1024}), tmp_path / "run")
+    monkeypatch.setattr(actions, "validate_rows", slow)
+    train(config_for(store, {"eval.every": 3, "checkpoint.every": 100, "eval.tokens": 1024}), tmp_path / "run")
     assert len(read) == 1
     assert losses(tmp_path / "run", "validation") == {}
     assert "SIGTERM: saving step 3" in capsys.readouterr().out
@@ -143,7 +147,7 @@ def test_a_full_disk_is_one_clear_error(store, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (24 << 10, limits[1]))  # room for the metrics, not for a checkpoint
     try:
         with pytest.raises(UserError, match=r"checkpoints: a checkpoint could not be written .*run the same command again"):
-            loop.train(config_for(store), tmp_path / "run")
+            train(config_for(store), tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -151,7 +155,7 @@ def test_a_full_disk_is_one_clear_error(store, tmp_path):
 def test_a_file_where_the_checkpoints_should_be(store, tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(UserError, match="checkpoints: expected a folder, found a file"):
-        loop.train(config_for(store), tmp_path)
+        train(config_for(store), tmp_path)
 
 
 def test_a_run_knows_its_code():
@@ -164,8 +168,9 @@ def test_a_run_knows_its_code():
 
 def test_the_second_signal_is_not_ours():
     before = signal.getsignal(signal.SIGINT)
-    with loop._stop_signals() as received:
+    with loop._stop_signals() as stopping:
+        assert stopping() is None
         assert signal.getsignal(signal.SIGINT) is not before
         os.kill(os.getpid(), signal.SIGTERM)
-        assert received == ["SIGTERM"]
+        assert stopping() == "SIGTERM"
         assert signal.getsignal(signal.SIGINT) is before

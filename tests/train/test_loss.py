@@ -7,17 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import assert_trees_close, random_batch, random_params, tiny_config
+from tests.helpers import assert_trees_close, model_of, random_batch, random_params, tiny_config
 from tests.model.oracle import log_softmax
-from xsa_jax.model.transformer import build
-from xsa_jax.train.loss import loss_sums, split, token_nll
+from xsa_jax.train.loss import loss_sums, shift, token_nll
 
 HEAD = tiny_config({"model.logit_softcap": 1.5, "model.tie_embeddings": False, "model.num_layers": 1})
 
 
 def _head_case(T: int = 13):
     """A head with a soft-cap, a hidden state and targets; T is no multiple of any chunk but 1 and itself."""
-    model = build(HEAD)
+    model = model_of(HEAD)
     params = random_params(model)
     rng = np.random.default_rng(3)
     hidden_BTD = rng.normal(size=(3, T, HEAD.model.d_model)).astype(np.float32)
@@ -61,12 +60,12 @@ def test_gradients_do_not_depend_on_the_chunk():
 @pytest.mark.fast
 def test_split_shifts_and_counts_no_target_of_another_document():
     tokens = jnp.array([[10, 11, 12, 13, 14]])
-    plain = split({"tokens": tokens})
+    plain = shift({"tokens": tokens})
     assert plain.inputs_BT.tolist() == [[10, 11, 12, 13]]
     assert plain.targets_BT.tolist() == [[11, 12, 13, 14]]
     assert plain.segment_ids_BT is None
     assert plain.weights_BT.tolist() == [[1, 1, 1, 1]]
-    packed = split({"tokens": tokens, "segment_ids": jnp.array([[1, 1, 2, 2, 3]])})
+    packed = shift({"tokens": tokens, "segment_ids": jnp.array([[1, 1, 2, 2, 3]])})
     assert packed.segment_ids_BT is not None
     assert packed.segment_ids_BT.tolist() == [[1, 1, 2, 2]]
     assert packed.weights_BT.tolist() == [[1, 0, 1, 0]]
@@ -77,7 +76,7 @@ def test_split_shifts_and_counts_no_target_of_another_document():
 def test_sums_are_weighted_by_token_and_add_up_over_batches():
     """Two halves with unequal counts give, added, what the whole gives: loss, z, count and gradient."""
     config = tiny_config({"attention.kind": "xsa", "model.num_layers": 1})
-    model = build(config)
+    model = model_of(config)
     params = random_params(model)
     batch: dict[str, Any] = random_batch(config, documents=4)
     batch["segment_ids"][4:] = 1  # one document in each row of the second half: more targets count
@@ -86,7 +85,7 @@ def test_sums_are_weighted_by_token_and_add_up_over_batches():
     assert (float(first.tokens), float(second.tokens), float(whole.tokens)) == (4 * 13, 4 * 16, 4 * 29)
     assert_trees_close(jax.tree.map(jnp.add, first, second), whole, 1e-6)
 
-    inputs_BT, targets_BT, segments_BT, weights_BT = split(batch)
+    inputs_BT, targets_BT, segments_BT, weights_BT = shift(batch)
     transformer = model.bind(params)
     logits_BTV = np.asarray(transformer.logits(transformer(inputs_BT, segments_BT)[0]), np.float64)
     nll_BT = -np.take_along_axis(log_softmax(logits_BTV), np.asarray(targets_BT)[..., None], -1)[..., 0]
@@ -104,7 +103,7 @@ def test_full_logits_never_exist(tied, dtype):
         "model.vocab_size": 50304, "model.num_layers": 1, "model.tie_embeddings": tied, "model.dtype": dtype,
         "data.seq_len": 2048, "data.batch_size": 1,
     })  # fmt: skip
-    model = build(config)
+    model = model_of(config)
     hidden_BTD = jax.ShapeDtypeStruct((1, 2048, config.model.d_model), dtype)
     targets_BT = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pathlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from configs import base
-from tests.helpers import tiny_config
-from xsa_jax.config import UserError, from_config_dict
-from xsa_jax.model.transformer import build
+from tests.helpers import model_of, tiny_config
+from xsa_jax.config import Config, config_dict, from_config_dict
+from xsa_jax.errors import UserError
 from xsa_jax.train import metrics as metrics_module
 from xsa_jax.train.metrics import Metrics, peak_flops, train_flops_per_token
 
@@ -46,6 +46,18 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
+def flops_of(config: Config) -> float:
+    return train_flops_per_token(config.model, config.attention, config.data.seq_len)
+
+
+def metrics_of(workdir: pathlib.Path, config: Config, start: int, devices: list[Any], line_seconds: float = 0.0) -> Metrics:
+    """What the loop makes for these devices, but with a line for every record."""
+    peak = peak_flops(devices[0].device_kind, config.model.dtype)
+    return Metrics(
+        workdir, config.train, start, flops_per_token=flops_of(config), peak=peak and peak * len(devices), line_seconds=line_seconds
+    )
+
+
 def values(step: int, tokens: float = 100.0, loss: float | None = None) -> dict[str, Any]:
     numbers = {"loss": step + 0.5 if loss is None else loss, "z": 1.0, "grad_norm": 2.0, "lr": 1e-3, "tokens": tokens}
     return {name: np.float32(value) for name, value in numbers.items()}
@@ -59,23 +71,23 @@ def test_flops_by_hand():
     config = tiny_config({"model.num_layers": 3, "attention.num_kv_heads": 2})
     # Per layer and token: q 32x24, k and v 32x12 each, out 24x32, MLP 2 x 32x48; the head 32x62.
     weights = 3 * (768 + 2 * 384 + 768 + 2 * 1536) + 1984
-    assert train_flops_per_token(config) == 6 * weights + 3 * 12 * 24 * 16
+    assert flops_of(config) == 6 * weights + 3 * 12 * 24 * 16
     gated = tiny_config({"model.num_layers": 3, "attention.num_kv_heads": 2, "model.mlp": "swiglu", "attention.window": 5})
-    assert train_flops_per_token(gated) == 6 * (weights + 3 * 1536) + 3 * 12 * 24 * 5
+    assert flops_of(gated) == 6 * (weights + 3 * 1536) + 3 * 12 * 24 * 5
 
 
 def test_flops_are_six_per_parameter_at_the_paper_shape_and_the_same_for_xsa():
-    tree = base.get_config().to_dict()
+    tree = config_dict().to_dict()
     tree["model"] |= {"num_layers": 24, "d_model": 1536, "d_ff": 6144}
     tree["attention"] |= {"num_heads": 24, "num_kv_heads": 24, "head_dim": 64}
     tree["data"]["seq_len"] = 2048
     config = from_config_dict(tree)
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(build(config).abstract_params))
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model_of(config).abstract_params))
     assert 0.7e9 < parameters < 0.8e9
     attention = 12 * 24 * 1536 * 2048
-    assert train_flops_per_token(config) - attention == pytest.approx(6 * parameters, rel=0.001)
+    assert flops_of(config) - attention == pytest.approx(6 * parameters, rel=0.001)
     tree["attention"]["kind"] = "xsa"
-    assert train_flops_per_token(from_config_dict(tree)) == train_flops_per_token(config)
+    assert flops_of(from_config_dict(tree)) == flops_of(config)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +105,7 @@ def test_peak_of_known_devices_and_none_for_others(kind, peak):
 
 def test_a_step_is_read_only_when_the_next_one_is_on_its_way(tmp_path):
     reads: list[float] = []
-    with Metrics(tmp_path, tiny_config(), 0, jax.devices()[:1]) as metrics:
+    with metrics_of(tmp_path, tiny_config(), 0, jax.devices()[:1]) as metrics:
         for step in (1, 2, 3):
             metrics.add(step, values(step) | {"loss": Value(step, reads.append)})
             assert reads == list(range(1, step))
@@ -104,7 +116,7 @@ def test_a_step_is_read_only_when_the_next_one_is_on_its_way(tmp_path):
 
 
 def test_records_without_a_known_peak(tmp_path, clock):
-    with Metrics(tmp_path, tiny_config(), 0, jax.devices()[:1]) as metrics:
+    with metrics_of(tmp_path, tiny_config(), 0, jax.devices()[:1]) as metrics:
         for step in (1, 2):
             metrics.add(step, values(step))
             clock.now += 0.5
@@ -118,13 +130,13 @@ def test_records_without_a_known_peak(tmp_path, clock):
 def test_mfu_of_a_known_device(tmp_path, clock, capsys):
     config = tiny_config({"model.dtype": "bfloat16"})
     device: Any = types.SimpleNamespace(device_kind="NVIDIA H200")
-    with Metrics(tmp_path, config, 0, [device] * 4) as metrics:
+    with metrics_of(tmp_path, config, 0, [device] * 4) as metrics:
         for step in (1, 2, 3):
             metrics.add(step, values(step, tokens=1e9))
             clock.now += 2.0
     last = records(tmp_path)[-1]
     assert last["tokens_per_second"] == pytest.approx(5e8)
-    assert last["mfu"] == pytest.approx(5e8 * train_flops_per_token(config) / (4 * 989e12))
+    assert last["mfu"] == pytest.approx(5e8 * flops_of(config) / (4 * 989e12))
     assert f"MFU {100 * last['mfu']:.1f}%" in capsys.readouterr().out
 
 
@@ -135,7 +147,7 @@ def test_rates_cover_every_step_since_the_last_record_and_no_pause(tmp_path, clo
     def wait(_value: float) -> None:
         clock.now += 0.25
 
-    with Metrics(tmp_path, config, 0, jax.devices()[:1]) as metrics:
+    with metrics_of(tmp_path, config, 0, jax.devices()[:1]) as metrics:
         clock.now += 60.0  # compilation
         for step in range(1, 9):
             metrics.add(step, values(step, tokens=10.0 * step) | {"loss": Value(1.0, wait)})
@@ -153,7 +165,7 @@ def test_rates_cover_every_step_since_the_last_record_and_no_pause(tmp_path, clo
 
 def test_the_last_step_is_written_whatever_the_interval(tmp_path):
     config = tiny_config({"train.log_every": 7, "train.num_steps": 10})
-    with Metrics(tmp_path, config, 0, jax.devices()[:1]) as metrics:
+    with metrics_of(tmp_path, config, 0, jax.devices()[:1]) as metrics:
         for step in range(1, 11):
             metrics.add(step, values(step))
     assert [record["step"] for record in records(tmp_path)] == [1, 7, 10]
@@ -161,7 +173,7 @@ def test_the_last_step_is_written_whatever_the_interval(tmp_path):
 
 def test_a_continued_run_drops_what_came_after_its_checkpoint_and_half_lines(tmp_path):
     config = tiny_config()
-    with Metrics(tmp_path, config, 0, jax.devices()[:1]) as metrics:
+    with metrics_of(tmp_path, config, 0, jax.devices()[:1]) as metrics:
         for step in range(1, 6):
             metrics.add(step, values(step))
         metrics.flush()
@@ -169,7 +181,7 @@ def test_a_continued_run_drops_what_came_after_its_checkpoint_and_half_lines(tmp
         metrics.write(5, "validation", {"loss": 5.25})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "split": "tra')  # a kill in mid-write
-    with Metrics(tmp_path, config, 3, jax.devices()[:1]) as metrics:
+    with metrics_of(tmp_path, config, 3, jax.devices()[:1]) as metrics:
         metrics.add(4, values(4, loss=40.5))
     kept = [(record["step"], record["split"], record["loss"]) for record in records(tmp_path)]
     assert kept == [(1, "train", 1.5), (2, "train", 2.5), (3, "train", 3.5), (3, "validation", 3.25), (4, "train", 40.5)]
@@ -178,7 +190,7 @@ def test_a_continued_run_drops_what_came_after_its_checkpoint_and_half_lines(tmp
 
 @pytest.mark.parametrize("bad", [{"loss": math.nan}, {"loss": math.inf}, {"grad_norm": math.nan}])
 def test_a_number_that_is_not_finite_stops_the_run(tmp_path, bad):
-    with Metrics(tmp_path, tiny_config(), 0, jax.devices()[:1]) as metrics:
+    with metrics_of(tmp_path, tiny_config(), 0, jax.devices()[:1]) as metrics:
         metrics.add(1, values(1))
         metrics.add(2, values(2) | bad)
         with pytest.raises(UserError, match=r"step 2: the train (loss|grad_norm) is (nan|inf).*optim\.peak_lr"):
@@ -190,7 +202,7 @@ def test_a_number_that_is_not_finite_stops_the_run(tmp_path, bad):
 
 def test_the_line_for_people(tmp_path, clock, capsys):
     config = tiny_config({"train.num_steps": 10_000})
-    with Metrics(tmp_path, config, 0, jax.devices()[:1]) as metrics:
+    with metrics_of(tmp_path, config, 0, jax.devices()[:1]) as metrics:
         for step in (1, 2):
             metrics.add(step, values(step, tokens=5000.0))
             clock.now += 0.5

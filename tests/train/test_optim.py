@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.helpers import assert_trees_close, random_params, tiny_config
-from xsa_jax.model.transformer import build
+from tests.helpers import assert_trees_close, model_of, random_params, tiny_config
 from xsa_jax.train import optim
 
 pytestmark = pytest.mark.fast
@@ -53,7 +52,7 @@ def test_no_warm_up_starts_at_the_peak(schedule):
 
 def _model_and_tx(overrides):
     config = tiny_config({**PARTS, "optim.warmup_steps": 0, **overrides})
-    model = build(config)
+    model = model_of(config)
     tx = optim.optimizer(config.optim, config.train.num_steps, model.axes)
     return config, random_params(model), tx
 

@@ -9,14 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from tests.helpers import assert_trees_close, assert_trees_equal, mesh_of, random_batch, random_params, tiny_config
+from tests.helpers import assembled, assert_trees_close, assert_trees_equal, model_of, random_batch, random_params, tiny_config
 from xsa_jax.config import Config
-from xsa_jax.mesh import put_batch
-from xsa_jax.model.transformer import build
+from xsa_jax.parallel.mesh import put_batch
 from xsa_jax.train import optim
 from xsa_jax.train.loss import loss_sums
-from xsa_jax.train.state import TrainState, abstract_state
-from xsa_jax.train.step import make_step
+from xsa_jax.train.state import TrainState
 
 CUBE = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 # Adam divides by the size of the gradient: with a larger eps, rounding of a gradient near zero stays rounding.
@@ -45,18 +43,14 @@ class Run(NamedTuple):
 def _step(devices: int, overrides: tuple[tuple[str, Any], ...]):
     """(config, mesh, fresh state, jitted step), compiled once per config and number of devices."""
     config = tiny_config({**SMOOTH, **(CUBE if devices == 8 else {}), **dict(overrides)})
-    model, mesh = build(config), mesh_of(config, devices)
-    lr = optim.schedule(config.optim, config.train.num_steps)
-    tx = optim.optimizer(config.optim, config.train.num_steps, model.axes)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx, mesh))
-    step = jax.jit(make_step(model, tx, lr, config), donate_argnums=0, out_shardings=(shardings, None))
+    setup = assembled(config, devices)
 
     def fresh() -> TrainState:
-        params = random_params(model)
-        state = TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key_data(jax.random.key(7)))
-        return jax.tree.map(jax.device_put, state, shardings)
+        params = random_params(setup.model)
+        state = TrainState(jnp.zeros((), jnp.int32), params, setup.tx.init(params), jax.random.key_data(jax.random.key(7)))
+        return jax.tree.map(lambda x, described: jax.device_put(x, described.sharding), state, setup.abstract_state)
 
-    return config, mesh, fresh, step
+    return config, setup.mesh, fresh, setup.step
 
 
 def _train(devices: int, overrides: dict[str, Any], batches: list[dict[str, np.ndarray]]) -> Run:
@@ -145,7 +139,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_counted_tokens_clipped_once(c
     """Taken as two micro-batches with unequal counts, added as sums, divided once."""
     overrides = CASES["xsa-grouped"] | {"train.z_loss": 0.01, "optim.clip_norm": clip}
     config = tiny_config({**SMOOTH, **overrides})
-    model = build(config)
+    model = model_of(config)
     batch = _batches(config)[0]
     batch["segment_ids"][4:] = 1
     run = _train(1, overrides, [batch])

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from xsa_jax.config import UserError
 from xsa_jax.data import text, tokenizer
 from xsa_jax.data.shard import EotPolicy, ShardWriter
+from xsa_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

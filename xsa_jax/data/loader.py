@@ -14,9 +14,9 @@ import grain
 import numpy as np
 from absl import flags
 
-from xsa_jax.config import UserError
 from xsa_jax.data import spawn
 from xsa_jax.data.store import Split, TokenStore
+from xsa_jax.errors import UserError
 
 _MOST_ROWS = 1 << 32  # Grain shuffles with 32-bit indices
 _ENDLESS_ROWS = 1 << 62  # Grain's own endless length, sys.maxsize, overflows where it counts batches in floating point

@@ -10,10 +10,10 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any
 
-from xsa_jax.config import UserError
 from xsa_jax.data import spawn
 from xsa_jax.data.convert import Job, convert
 from xsa_jax.data.progress import Progress
+from xsa_jax.errors import UserError
 
 _POLL_SECONDS = 0.2
 

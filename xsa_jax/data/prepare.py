@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xsa_jax.config import UserError
 from xsa_jax.data import pool, store, text, tokenizer
 from xsa_jax.data.convert import Job, Settings, file_hash, token_dtype
 from xsa_jax.data.progress import Progress
 from xsa_jax.data.shard import EOTS_PER_DOCUMENT
+from xsa_jax.errors import UserError
 
 
 def prepare(inputs: Sequence[str], output: str | os.PathLike[str], settings: Settings, workers: int = 1) -> dict[str, Any]:

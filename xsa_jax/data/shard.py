@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from xsa_jax.config import UserError
+from xsa_jax.errors import UserError
+from xsa_jax.files import sync_folder
 
 EotPolicy = Literal["end", "start", "both", "none"]
 EOTS_PER_DOCUMENT: Mapping[str, int] = {"end": 1, "start": 1, "both": 2, "none": 0}
@@ -181,12 +182,3 @@ class _NpyWriter:
     def _header(self) -> None:
         header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.length,)}
         np.lib.format.write_array_header_1_0(self._file, header)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes renames inside the folder survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from xsa_jax.config import UserError
 from xsa_jax.data import tokenizer as tokenizers
-from xsa_jax.data.shard import EotPolicy, Shard, sync_folder
+from xsa_jax.data.shard import EotPolicy, Shard
+from xsa_jax.errors import UserError
+from xsa_jax.files import write_json
 
 FORMAT = 1
 META = "meta.json"
@@ -200,15 +201,3 @@ def _content_hash(meta: Mapping[str, Any]) -> str:
     tokenizer = {key: value for key, value in meta["tokenizer"].items() if key != "name"}
     content = [meta["format"], tokenizer, meta["dtype"], meta["eot"], meta["splits"]]
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes the file whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from xsa_jax.config import UserError
+from xsa_jax.errors import UserError
 
 OnError = Literal["skip", "fail"]
 BATCH_DOCUMENTS = 256

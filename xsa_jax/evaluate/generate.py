@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsa_jax.config import UserError
 from xsa_jax.data.store import TokenStore
+from xsa_jax.errors import UserError
 from xsa_jax.evaluate.restore import Restored
 from xsa_jax.model.transformer import Model, Params
 
@@ -22,7 +22,7 @@ def samples(
     """`count` continuations of one prompt, as {"prompt", "text"}; the text is what follows the prompt.
 
     Args:
-      num_tokens: of each; None for 200, or fewer where the context has no room for them.
+      num_tokens: length of each continuation; None for 200, or fewer where the context has no room for them.
 
     Raises:
       UserError: as `prompt_ids` and `generate`.
@@ -34,7 +34,7 @@ def samples(
     num_tokens = num_tokens or max(1, min(200, config.data.seq_len - len(ids)))
     written = generate(
         restored.model, restored.params, [ids] * count, num_tokens,
-        vocab_size=store.vocab_size, temperature=temperature, top_k=top_k, seed=seed,
+        context=config.data.seq_len, vocab_size=store.vocab_size, temperature=temperature, top_k=top_k, seed=seed,
     )  # fmt: skip
     tokenizer = store.tokenizer()
     return [{"prompt": prompt, "text": tokenizer.decode(row[len(ids) :])} for row in written]
@@ -46,6 +46,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
     *,
+    context: int,
     vocab_size: int,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -58,25 +59,25 @@ def generate(
       params: its weights, on any devices.
       prompts: token ids, each at least one and of any length.
       num_tokens: at least 1.
+      context: the context length that the model was trained at.
       vocab_size: ids from here on are never chosen: a vocabulary padded to a round size has ids that mean nothing.
-      temperature: what logits are divided by; 0 takes the most likely token.
-      top_k: choose among the k most likely tokens; 0 = among all.
-      seed: of the choice.
+      temperature: divisor of the logits; 0 takes the most likely token.
+      top_k: number of most likely tokens to choose among; 0 = all.
+      seed: random seed of the choice.
 
     Raises:
       UserError: fewer new tokens than 1; an empty prompt; prompt and continuation longer than the context the model was trained at.
     """
-    limit = model.config.data.seq_len
-    if not 1 <= num_tokens < limit:
+    if not 1 <= num_tokens < context:
         raise UserError(
-            f"{num_tokens} new tokens: expected at least 1, and fewer than the {limit} of the context that the model was "
+            f"{num_tokens} new tokens: expected at least 1, and fewer than the {context} of the context that the model was "
             f"trained at, since the prompt needs a place too"
         )
     for prompt in prompts:
-        if not 1 <= len(prompt) <= limit - num_tokens:
+        if not 1 <= len(prompt) <= context - num_tokens:
             raise UserError(
-                f"a prompt of {len(prompt)} tokens with {num_tokens} new ones: expected 1 to {limit - num_tokens} in the prompt, "
-                f"because the model was trained at a context of {limit}"
+                f"a prompt of {len(prompt)} tokens with {num_tokens} new ones: expected 1 to {context - num_tokens} in the prompt, "
+                f"because the model was trained at a context of {context}"
             )
     tokens_BT = np.zeros((len(prompts), max(map(len, prompts)) + num_tokens), np.int32)
     for row, prompt in zip(tokens_BT, prompts, strict=True):
@@ -87,13 +88,23 @@ def generate(
     return [row[: n + num_tokens].tolist() for row, n in zip(written_BT, lengths_B, strict=True)]
 
 
-def _continue(model: Model, num_tokens, vocab_size, temperature, top_k, params, tokens_BT, lengths_B, key) -> Array:
+def _continue(
+    model: Model,
+    num_tokens: int,
+    vocab_size: int,
+    temperature: float,
+    top_k: int,
+    params: Params,
+    tokens_BT: Array,
+    lengths_B: Array,
+    key: Array,
+) -> Array:
     transformer = model.bind(params)
     rows_B = jnp.arange(tokens_BT.shape[0])
 
     def step(i: Array, tokens_BT: Array) -> Array:
         end_B = lengths_B + i
-        hidden_BTD, _ = transformer(tokens_BT)  # what lies after `end` is padding that a causal model does not see
+        hidden_BTD, _ = transformer(tokens_BT, whole_batch=True)  # a causal model does not see the padding after `end`
         logits_BV = transformer.logits(hidden_BTD[rows_B, end_B - 1])[:, :vocab_size]
         chosen_B = _choose(logits_BV, temperature, top_k, jax.random.fold_in(key, i))
         return tokens_BT.at[rows_B, end_B].set(chosen_B)

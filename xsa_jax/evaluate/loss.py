@@ -1,6 +1,5 @@
 """Validation loss of a restored model, by position in the context, at any context length."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -38,21 +37,19 @@ def position_sums(restored: Restored, context: int, tokens: int) -> PositionSums
     loader = restored.held_out(context, rows, max(1, tokens // context))
     # As many logits at a time as in training, whatever the number of rows.
     chunk = max(1, config.train.loss_chunk * context // config.data.seq_len)
-    here = restored.model.config
-    here = dataclasses.replace(here, train=dataclasses.replace(here.train, loss_chunk=chunk))
-    model = dataclasses.replace(restored.model, config=here)
+    evaluator = make_evaluator(restored.model, chunk)
     with jax.set_mesh(restored.mesh):
-        return validate(make_evaluator(model), restored.params, loader.iterate(), rows, restored.mesh)
+        return validate(evaluator, restored.params, loader.iterate(), rows, restored.mesh)
 
 
 def losses(restored: Restored, contexts: Sequence[int], tokens: int) -> list[dict[str, Any]]:
-    """`report` of each context length, each once, in the order given."""
+    """`summary` of each context length, each once, in the order given."""
     bytes_per_token = restored.store.split("validation").bytes_per_token
-    return [report(position_sums(restored, context, tokens), bytes_per_token) for context in dict.fromkeys(contexts)]
+    return [summary(position_sums(restored, context, tokens), bytes_per_token) for context in dict.fromkeys(contexts)]
 
 
-def report(sums: PositionSums, bytes_per_token: float) -> dict[str, Any]:
-    """Plain values: "context", the totals of `PositionSums.report`, and "buckets" of {"start", "stop", "loss", "tokens"}.
+def summary(sums: PositionSums, bytes_per_token: float) -> dict[str, Any]:
+    """Plain values: "context", the totals of `PositionSums.totals`, and "buckets" of {"start", "stop", "loss", "tokens"}.
 
     Bits per byte use the mean bytes per token of the whole split, end-of-text tokens counted in. They are close to the bits
     that the text takes, never exactly those: the first token of the split and the rest of a last incomplete row are never
@@ -63,4 +60,4 @@ def report(sums: PositionSums, bytes_per_token: float) -> dict[str, Any]:
         {"start": start, "stop": stop, "loss": sums.loss(start, stop), "tokens": int(sums.tokens_T[start:stop].sum())}
         for start, stop in buckets(context)
     ]
-    return {"context": context, **sums.report(bytes_per_token), "buckets": by_position}
+    return {"context": context, **sums.totals(bytes_per_token), "buckets": by_position}

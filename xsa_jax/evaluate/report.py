@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from xsa_jax.analyze.labels import LEGEND, STATISTICS, positions
-from xsa_jax.config import UserError, to_dict
-from xsa_jax.data.store import write_json
+from xsa_jax.config.stored import to_stored
+from xsa_jax.errors import UserError
 from xsa_jax.evaluate.restore import Restored
+from xsa_jax.files import write_json
+from xsa_jax.labels import LEGEND, STATISTICS, positions
 
 
 def contexts(given: Sequence[str]) -> list[int]:
@@ -32,7 +33,7 @@ def header(run: str, restored: Restored) -> dict[str, Any]:
     return {
         "run": run,
         "step": restored.step,
-        "config": to_dict(restored.config),
+        "config": to_stored(restored.config),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(restored.params)),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "store": {
@@ -94,9 +95,9 @@ def _losses(losses: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _positions(loss: Mapping[str, Any]) -> str:
-    rows = [["position", "nats/token", "tokens"]]
-    rows += [[positions(b), f"{b['loss']:.4f}", f"{b['tokens']:,}"] for b in loss["buckets"]]
-    return _grid(rows)
+    rows = [["position", "nats/token"]]
+    rows += [[positions(bucket), f"{bucket['loss']:.4f}"] for bucket in loss["buckets"]]
+    return _grid(list(zip(*rows, strict=True)))
 
 
 def _similarity(similarity: Mapping[str, Any]) -> str:

@@ -2,24 +2,38 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from xsa_jax.config import Config, MeshConfig, UserError, from_config_dict
+from xsa_jax.config import Config, MeshConfig
 from xsa_jax.data.loader import Loader
 from xsa_jax.data.store import TokenStore
-from xsa_jax.mesh import make_mesh
+from xsa_jax.errors import UserError
 from xsa_jax.model.transformer import Model, Params, build
+from xsa_jax.parallel.mesh import make_mesh
 from xsa_jax.train.checkpoint import Checkpoints
 from xsa_jax.train.state import abstract_params
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
+    """A trained model on this machine's devices.
+
+    Attributes:
+      step: the step that it was saved at.
+      config: the config that it was trained with.
+      model: the description of the decoder, with the attention implementation that suits these devices.
+      params: its weights, split over the mesh.
+      mesh: all devices of this process.
+      store: the text to measure it on.
+    """
+
     step: int
-    config: Config  # as trained
-    model: Model  # its own config has this machine's mesh and attention implementation
+    config: Config
+    model: Model
     params: Params
     mesh: Mesh
     store: TokenStore
@@ -53,16 +67,15 @@ def restore(run: pathlib.Path, step: int | None = None, store: str | None = None
       UserError: no such run, step or store; a damaged checkpoint; a store of another tokenizer.
     """
     with Checkpoints(run) as checkpoints:
-        step = checkpoints.latest if step is None else step
-        meta = checkpoints.meta(step)
-        assert step is not None  # `meta` has refused a run without checkpoints
-        config = from_config_dict(meta["config"])
+        config, loader_state = checkpoints.config(step), checkpoints.loader_state(step)
+        found = checkpoints.latest if step is None else step
+        assert found is not None  # `config` has refused a run without checkpoints
         tokens = _open(store, config.data.path, run)
-        _check_tokenizer(tokens, meta["loader"], run)
-        here = _for_devices(config, jax.device_count())
-        model, mesh = build(here), make_mesh(here)
-        params = checkpoints.restore_params(model, abstract_params(model, mesh), step)
-        return Restored(step, config, model, params, mesh, tokens)
+        _check_tokenizer(tokens, loader_state, run)
+        mesh = _mesh(config.model.d_model, jax.devices())
+        model = build(config.model, dataclasses.replace(config.attention, impl="auto"))
+        params = checkpoints.restore_params(config, abstract_params(model, mesh), found)
+        return Restored(found, config, model, params, mesh, tokens)
 
 
 def _open(given: str | None, trained_on: str, run: pathlib.Path) -> TokenStore:
@@ -74,18 +87,13 @@ def _open(given: str | None, trained_on: str, run: pathlib.Path) -> TokenStore:
     return TokenStore.open(given or trained_on)
 
 
-def _for_devices(config: Config, devices: int) -> Config:
-    """Weights split over all devices where the width allows; attention by whatever implementation suits them."""
-    fsdp = devices if config.model.d_model % devices == 0 else 1
-    return dataclasses.replace(
-        config,
-        attention=dataclasses.replace(config.attention, impl="auto"),
-        data=dataclasses.replace(config.data, batch_size=devices),  # the training batch need not divide over these devices
-        mesh=MeshConfig(data=-1, fsdp=fsdp, tensor=1),
-    )
+def _mesh(d_model: int, devices: list[jax.Device]) -> Mesh:
+    """All devices, with the weights split over them where the width allows."""
+    shards = len(devices) if d_model % len(devices) == 0 else 1
+    return make_mesh(MeshConfig(fsdp=shards), len(devices), devices)
 
 
-def _check_tokenizer(store: TokenStore, trained: dict, run: pathlib.Path) -> None:
+def _check_tokenizer(store: TokenStore, trained: Mapping[str, Any], run: pathlib.Path) -> None:
     found = store.meta["tokenizer"]["fingerprint"]
     if found != trained["tokenizer"]:
         raise UserError(

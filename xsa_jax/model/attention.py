@@ -1,4 +1,4 @@
-"""Multi-head attention with or without the exclusive projection; the arithmetic itself lives in `kernels`."""
+"""Multi-head attention with or without the exclusive projection; the arithmetic itself lives in `xsa_kernels`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 import xsa_kernels
-from xsa_jax.config import AttentionConfig, ConfigError, ModelConfig, xsa_layers
+from xsa_jax.config import AttentionConfig, ModelConfig
+from xsa_jax.errors import ConfigError
 from xsa_jax.model import layers
+from xsa_jax.model.selection import projecting_layers
 
 Array = jax.Array
 
@@ -24,6 +26,7 @@ class Context(NamedTuple):
     segment_ids_BT: Array | None  # int32 documents of each row; None when a row is one document
     dropout_key: Array | None  # None turns dropout off
     probe: Probe | None
+    sharding: xsa_kernels.Sharding  # how the mesh, if there is one, splits batch and heads
 
 
 class Attention(nnx.Module):
@@ -36,7 +39,7 @@ class Attention(nnx.Module):
     def __init__(self, model: ModelConfig, config: AttentionConfig, *, rngs: nnx.Rngs):
         D, H, K, E = model.d_model, config.num_heads, config.num_kv_heads, config.head_dim
         self.config = config
-        self.projects = _projects(config, model.num_layers)
+        self.projects = projecting_layers(config, model.num_layers)
         self.q = layers.matrix(rngs, (D, H, E), ("embed", "heads", None), layers.fan_in_std(D))
         self.k = layers.matrix(rngs, (D, K, E), ("embed", "kv_heads", None), layers.fan_in_std(D))
         self.v = layers.matrix(rngs, (D, K, E), ("embed", "kv_heads", None), layers.fan_in_std(D))
@@ -80,7 +83,8 @@ class Attention(nnx.Module):
 
         def attend(xsa: xsa_kernels.Projection | None) -> Array:
             return xsa_kernels.attention(
-                q_BTHE, k_BTKE, v_BTKE, mask=mask, xsa=xsa, sinks_H=sinks_H, softcap=softcap, impl=config.impl
+                q_BTHE, k_BTKE, v_BTKE, mask=mask, xsa=xsa, sinks_H=sinks_H, softcap=softcap,
+                sharding=context.sharding, impl=config.impl,
             )  # fmt: skip
 
         if all(self.projects):
@@ -103,28 +107,29 @@ class Attention(nnx.Module):
         return xsa_kernels.Projection(alpha=alpha, zero_rule=xsa.zero_rule, eps=xsa.eps)
 
 
-def _projects(config: AttentionConfig, num_layers: int) -> tuple[bool, ...]:
-    return xsa_layers(config.xsa.layers, num_layers) if config.kind == "xsa" else (False,) * num_layers
+def check_implementation(model: ModelConfig, attention: AttentionConfig, *, segments: bool, seq_len: int, platform: str) -> None:
+    """Refuses an implementation that cannot do what the config asks on these devices, before anything is compiled.
 
-
-def check(model: ModelConfig, config: AttentionConfig, *, segments: bool, seq_len: int) -> None:
-    """Refuses an implementation that cannot do what the config asks on this machine, before anything is compiled.
+    Args:
+      model, attention: the config of the decoder.
+      segments: whether attention stays inside documents.
+      seq_len: T.
+      platform: of the devices that the program is for: "cpu", "gpu" or "tpu".
 
     Raises:
-      ConfigError: naming `attention.impl` and what it lacks.
+      ConfigError: it names `attention.impl` and the feature that is missing.
     """
+    features = xsa_kernels.Features(
+        dtype=model.dtype,
+        head_dim=attention.head_dim,
+        causal=True,
+        window=attention.window or None,
+        segments=segments,
+        sinks=attention.sinks,
+        softcap=attention.logit_softcap or None,
+        lengths=(seq_len, seq_len),
+    )
     try:
-        xsa_kernels.check(
-            config.impl,
-            dtype=model.dtype,
-            head_dim=config.head_dim,
-            causal=True,
-            window=config.window or None,
-            segments=segments,
-            sinks=config.sinks,
-            softcap=config.logit_softcap or None,
-            lengths=(seq_len, seq_len),
-            device=jax.default_backend(),
-        )
+        xsa_kernels.check(attention.impl, features, device=platform)
     except ValueError as error:
-        raise ConfigError(f"attention.impl={config.impl!r} at data.seq_len={seq_len}: {error}") from None
+        raise ConfigError(f"attention.impl={attention.impl!r} at data.seq_len={seq_len}: {error}") from None

@@ -12,7 +12,7 @@ Array = jax.Array
 
 
 def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float) -> nnx.Param:
-    """A float32 parameter drawn from N(0, std^2); `axes` names each dimension for `xsa_jax.mesh`."""
+    """A float32 parameter drawn from N(0, std^2); `axes` names each dimension for `xsa_jax.parallel.mesh`."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 

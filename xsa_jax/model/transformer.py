@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from xsa_jax.config import AttentionConfig, Config, ModelConfig
-from xsa_jax.mesh import Axes, constrain
+from xsa_jax.config import AttentionConfig, ModelConfig
 from xsa_jax.model import layers
-from xsa_jax.model.attention import Attention, Context, Probe, check
+from xsa_jax.model.attention import Attention, Context, Probe
+from xsa_jax.parallel.mesh import Axes, attention_sharding, constrain
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -71,6 +71,7 @@ class Transformer(nnx.Module):
         *,
         dropout_key: Array | None = None,
         probe: Probe | None = None,
+        whole_batch: bool = False,
     ) -> tuple[Array, dict[str, Array]]:
         """Runs the stack.
 
@@ -79,6 +80,7 @@ class Transformer(nnx.Module):
           segment_ids_BT: int32, never decreasing along T; tokens attend only inside equal ids and positions restart with each.
           dropout_key: turns dropout on.
           probe: see `xsa_jax.model.attention.Probe`.
+          whole_batch: every device of a mesh computes all rows, for batches that the mesh need not divide.
 
         Returns:
           The normed last hidden state [B, T, D] in the compute type, for `logits` or a chunked loss, and the probe's
@@ -91,7 +93,7 @@ class Transformer(nnx.Module):
         else:
             position_BT = layers.positions(segment_ids_BT)
         phases = layers.rope_phases(position_BT, self.attention.head_dim, self.attention.rope_theta)
-        context = Context(phases, segment_ids_BT, dropout_key, probe)
+        context = Context(phases, segment_ids_BT, dropout_key, probe, attention_sharding(whole_batch=whole_batch))
 
         # Gathered over fsdp first: rows looked up in a table that is cut along its width would move twice.
         embed_VD = constrain(self.embed[...], "vocab", None)
@@ -134,34 +136,35 @@ class Transformer(nnx.Module):
 class Model:
     """The description of a decoder apart from its weights."""
 
-    config: Config
+    config: ModelConfig
+    attention: AttentionConfig
     graphdef: nnx.GraphDef
     abstract_params: Params  # ShapeDtypeStructs
     axes: dict[str, Any]  # logical axes of each parameter, in a tree of the same form
 
     def init(self, key: Array) -> Params:
         """Fresh float32 parameters; the same key gives SA and XSA the same weights."""
-        return nnx.to_pure_dict(nnx.state(_transformer(self.config, key)))
+        return nnx.to_pure_dict(nnx.state(_transformer(self.config, self.attention, key)))
 
     def bind(self, params: Params) -> Transformer:
+        """The decoder with these weights."""
         return nnx.merge(self.graphdef, params)
 
 
-def build(config: Config) -> Model:
-    """Describes the model of `config` without allocating anything.
+def build(config: ModelConfig, attention: AttentionConfig) -> Model:
+    """Describes the model without allocating anything.
 
     Raises:
-      ConfigError: when the chosen attention implementation cannot do what the config asks.
+      ConfigError: `attention.xsa.layers` chooses no layers of this model.
     """
-    check(config.model, config.attention, segments=config.data.documents == "isolate", seq_len=config.data.seq_len)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: _transformer(config, jax.random.key(0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: _transformer(config, attention, jax.random.key(0))))
     params = nnx.to_pure_dict(state)
     axes = nnx.to_pure_dict(jax.tree.map(_axes, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
-    return Model(config, graphdef, params, axes)
+    return Model(config, attention, graphdef, params, axes)
 
 
-def _transformer(config: Config, key: Array) -> Transformer:
-    return Transformer(config.model, config.attention, rngs=nnx.Rngs(params=key))
+def _transformer(config: ModelConfig, attention: AttentionConfig, key: Array) -> Transformer:
+    return Transformer(config, attention, rngs=nnx.Rngs(params=key))
 
 
 def _axes(variable: nnx.Variable) -> Axes:

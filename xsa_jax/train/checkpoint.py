@@ -12,8 +12,11 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from xsa_jax.config import CheckpointConfig, UserError, check_resumable, check_same_model, to_dict
-from xsa_jax.model.transformer import Model, Params
+from xsa_jax.config import CheckpointConfig, Config
+from xsa_jax.config.rules import check_continues, check_same_weights
+from xsa_jax.config.stored import from_stored, to_stored
+from xsa_jax.errors import UserError
+from xsa_jax.model.transformer import Params
 from xsa_jax.train.state import TrainState
 
 
@@ -63,7 +66,7 @@ class Checkpoints:
     def latest(self) -> int | None:
         return self.steps[-1] if self.steps else None
 
-    def save(self, step: int, state: TrainState, model: Model, loader_state: dict[str, Any]) -> None:
+    def save(self, step: int, state: TrainState, config: Config, loader_state: dict[str, Any]) -> None:
         """Starts to save `state`, which is `step` updates old; returns once the values are copied off the device.
 
         Raises:
@@ -73,22 +76,32 @@ class Checkpoints:
             "params": state.params,
             "opt_state": {"step": state.step, "rng": state.rng, "optimizer": state.opt_state},
         }
-        meta = {"config": to_dict(model.config), "loader": loader_state}
+        meta = {"config": to_stored(config), "loader": loader_state}
         with self._writable():
             self._orbax.save_checkpointables_async(step, items, custom_metadata=meta)
 
-    def meta(self, step: int | None = None) -> dict[str, Any]:
-        """The stored {"config": ..., "loader": ...} of a step, the latest by default.
+    def config(self, step: int | None = None) -> Config:
+        """The config that a step was saved with, the latest step by default, whichever version saved it.
+
+        Raises:
+          UserError: no such step, it is damaged, or a newer version wrote a field that this one does not know.
+        """
+        step = self._existing(step)
+        return from_stored(self._meta(step, "config"), str(self.directory / str(step)))
+
+    def loader_state(self, step: int | None = None) -> dict[str, Any]:
+        """The state of the loader when a step was saved, the latest step by default.
 
         Raises:
           UserError: no such step, or it is damaged.
         """
-        step = self._existing(step)
-        with self._readable(step):
-            meta = self._orbax.checkpointables_metadata(step).custom_metadata
-            return {"config": meta["config"], "loader": meta["loader"]}
+        return self._meta(self._existing(step), "loader")
 
-    def restore(self, model: Model, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+    def _meta(self, step: int, name: str) -> dict[str, Any]:
+        with self._readable(step):
+            return self._orbax.checkpointables_metadata(step).custom_metadata[name]
+
+    def restore(self, config: Config, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The state to continue from and the loader's state, for `abstract`'s shapes and shardings.
 
         Raises:
@@ -96,22 +109,22 @@ class Checkpoints:
           ConfigError: the run was started with another config (attention variant, data order, ...), naming the fields.
         """
         step = self._existing(step)
-        meta = self.meta(step)
-        check_resumable(meta["config"], model.config, str(self.directory.parent))
+        loader_state = self.loader_state(step)
+        check_continues(self.config(step), config, str(self.directory.parent))
         opt_state = {"step": abstract.step, "rng": abstract.rng, "optimizer": abstract.opt_state}
         items = self._load(step, {"params": abstract.params, "opt_state": opt_state})
         rest = items["opt_state"]
-        return TrainState(rest["step"], items["params"], rest["optimizer"], rest["rng"]), meta["loader"]
+        return TrainState(rest["step"], items["params"], rest["optimizer"], rest["rng"]), loader_state
 
-    def restore_params(self, model: Model, abstract_params: Params, step: int | None = None) -> Params:
+    def restore_params(self, config: Config, abstract_params: Params, step: int | None = None) -> Params:
         """The weights alone, for `abstract_params`' shapes and shardings.
 
         Raises:
           UserError: as `restore`.
-          ConfigError: `model` is another model than the one saved, naming the fields that differ.
+          ConfigError: `config` is of another model than the one saved, naming the fields that differ.
         """
         step = self._existing(step)
-        check_same_model(self.meta(step)["config"], model.config, str(self.directory.parent))
+        check_same_weights(self.config(step), config, str(self.directory.parent))
         return self._load(step, {"params": abstract_params})["params"]
 
     def _existing(self, step: int | None) -> int:

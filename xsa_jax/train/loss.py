@@ -21,7 +21,7 @@ class LossSums(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """A row of T+1 tokens, split into what the model reads and what it must say."""
+    """Rows of T+1 tokens as inputs of the model and the next tokens that it must predict."""
 
     inputs_BT: Array
     targets_BT: Array
@@ -29,7 +29,7 @@ class Targets(NamedTuple):
     weights_BT: Array  # float32; 0 where the target belongs to another document than its input
 
 
-def split(batch: Batch) -> Targets:
+def shift(batch: Batch) -> Targets:
     """Shifts `batch["tokens"]`, int32 [B, T+1], and reads `batch["segment_ids"]` of the same shape where it is there."""
     tokens, segments = batch["tokens"], batch.get("segment_ids")
     if segments is None:
@@ -67,8 +67,8 @@ def token_nll(transformer: Transformer, hidden_BTD: Array, targets_BT: Array, ch
 
 
 def loss_sums(transformer: Transformer, batch: Batch, chunk: int, dropout_key: Array | None = None) -> LossSums:
-    """The sums of one batch (see `split` for its form)."""
-    inputs_BT, targets_BT, segment_ids_BT, weights_BT = split(batch)
+    """The sums of one batch (see `shift` for its form)."""
+    inputs_BT, targets_BT, segment_ids_BT, weights_BT = shift(batch)
     hidden_BTD, _ = transformer(inputs_BT, segment_ids_BT, dropout_key=dropout_key)
     nll_BT, logz_BT = token_nll(transformer, hidden_BTD, targets_BT, chunk)
     return LossSums(

@@ -3,8 +3,8 @@
 import contextlib
 import json
 import math
-import os
 import pathlib
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,10 @@ from typing import Any
 import jax
 import tensorboardX
 
-from xsa_jax.config import Config, UserError
+from xsa_jax.config import AttentionConfig, ModelConfig, TrainConfig
+from xsa_jax.errors import UserError
+from xsa_jax.files import write_text
+from xsa_jax.progress import Progress
 
 # Dense bfloat16 peak of one device, FLOP/s, by jax's device_kind in lower case; from the makers' data sheets.
 _PEAK_FLOPS = {
@@ -22,18 +25,17 @@ _PEAK_FLOPS = {
 }  # fmt: skip
 
 
-def train_flops_per_token(config: Config) -> float:
+def train_flops_per_token(model: ModelConfig, attention: AttentionConfig, seq_len: int) -> float:
     """FLOPs of forward and backward for one token, by the usual count (PaLM, arXiv 2204.02311, appendix B).
 
     6 per matrix weight, and 12 * H * E per key and layer, masked keys counted too (a window bounds them). SA and XSA count the
     same: the projection adds no more than one key to each token, and one scale keeps their MFU comparable.
     """
-    model, attention = config.model, config.attention
     heads = attention.num_heads * attention.head_dim
     kv_heads = attention.num_kv_heads * attention.head_dim
     mlp = model.d_model * model.d_ff * (3 if model.mlp == "swiglu" else 2)
     weights = model.num_layers * (model.d_model * (2 * heads + 2 * kv_heads) + mlp) + model.d_model * model.vocab_size
-    keys = min(config.data.seq_len, attention.window or config.data.seq_len)
+    keys = min(seq_len, attention.window or seq_len)
     return 6.0 * weights + 12.0 * model.num_layers * heads * keys
 
 
@@ -45,23 +47,32 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 class Metrics:
     """Collects the metrics of steps and writes those of every `log_every`-th.
 
-    `add` is handed device values and reads those of the step before: by then the next step is already running, so the
-    device never waits for the host.
+    `add` is handed device values and reads those of the step before: by then the next step is already running, so the device
+    never waits for the host.
 
     Args:
       workdir: where `metrics.jsonl` and `tensorboard/` go; only process 0 writes.
-      config: the run's config.
+      config: the `train` group of the run's config.
       start: the step that the run begins at. Records of later steps, from a life that was killed after its last save, are
         removed, so the file reads as one run.
-      devices: the devices of the run.
+      flops_per_token: FLOPs of a training step per token, for the MFU.
+      peak: peak FLOP/s of all devices together; None where it is not known, and then there is no MFU.
+      line_seconds: the time between two lines for people where the output is no terminal.
     """
 
-    def __init__(self, workdir: pathlib.Path, config: Config, start: int, devices: list[jax.Device]):
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        config: TrainConfig,
+        start: int,
+        *,
+        flops_per_token: float,
+        peak: float | None,
+        line_seconds: float = 15.0,
+    ):
         self._config = config
         self._writes = jax.process_index() == 0
-        self._flops = train_flops_per_token(config)
-        peak = peak_flops(devices[0].device_kind, config.model.dtype)
-        self._peak = peak * len(devices) if peak else None
+        self._flops, self._peak = flops_per_token, peak
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._step, self._time, self._tokens = start, time.perf_counter(), 0.0
         self._warm = False
@@ -70,6 +81,7 @@ class Metrics:
             _rewind(path, start)
             self._file = path.open("a", buffering=1)
             self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+            self._progress = Progress(config.num_steps, start, unit="step", seconds=line_seconds, stream=sys.stdout)
 
     def __enter__(self) -> "Metrics":
         return self
@@ -78,6 +90,7 @@ class Metrics:
         if exc[0] is None:
             self.flush()
         if self._writes:
+            self._progress.close()
             self._file.close()
             self._board.close()
 
@@ -98,7 +111,7 @@ class Metrics:
         values: dict[str, Any] = {name: float(value) for name, value in jax.device_get(dict(device_values)).items()}
         self._tokens += values.pop("tokens")
         _check_finite(step, "train", values)
-        if step % self._config.train.log_every and step != self._config.train.num_steps and self._warm:
+        if step % self._config.log_every and step != self._config.num_steps and self._warm:
             return
         now = time.perf_counter()
         if self._warm:
@@ -107,11 +120,11 @@ class Metrics:
             mfu = rate * self._flops / self._peak if self._peak else None
             values |= {"step_time": seconds, "tokens_per_second": rate, "mfu": mfu}
         self._mark(step, now)
-        self.write(step, "train", values)
+        self.write(step, "train", values, stays=not self._warm or step == self._config.num_steps)
         self._warm = True  # The first step holds the compilation: its time is nobody's step time.
 
-    def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-        """Writes one record and its line for people.
+    def write(self, step: int, split: str, values: Mapping[str, Any], stays: bool = True) -> None:
+        """Writes one record and its line for people, which `stays` or is the next state of an updating line.
 
         Raises:
           UserError: the loss is not finite.
@@ -123,7 +136,11 @@ class Metrics:
         for name, value in values.items():
             if isinstance(value, float):
                 self._board.add_scalar(f"{split}/{name}", value, step)
-        print(_line(step, self._config.train.num_steps, split, values), flush=True)
+        line = _line(step, self._config.num_steps, split, values)
+        if stays:
+            self._progress.print(line)
+        else:
+            self._progress.update(step, f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tokens/s", line)
 
     @contextlib.contextmanager
     def pause(self, step: int) -> Iterator[None]:
@@ -166,10 +183,7 @@ def last_step(workdir: pathlib.Path) -> int:
 
 
 def _rewind(path: pathlib.Path, start: int) -> None:
-    kept = [line for step, line in _records(path) if step <= start]
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(kept))
-    os.replace(scratch, path)
+    write_text(path, "".join(line for step, line in _records(path) if step <= start))
 
 
 def _records(path: pathlib.Path) -> Iterator[tuple[int, str]]:

@@ -25,7 +25,7 @@ def optimizer(config: OptimConfig, num_steps: int, axes: dict[str, Any]) -> opta
     """Global-norm clip, then AdamW with decoupled decay on matrices.
 
     Args:
-      config: `optim` of the run.
+      config: the `optim` group of the run's config.
       num_steps: length of the schedule.
       axes: logical axes of each parameter. A parameter with one axis beside the layer axis is a bias, norm scale, gate or
         sink; it is not decayed.

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from xsa_jax.mesh import Axes, sharding
 from xsa_jax.model.transformer import Model, Params
+from xsa_jax.parallel.mesh import Axes, sharding
 
 Array = jax.Array
 
@@ -36,7 +36,7 @@ def abstract_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh) -
     def whole(leaf):
         return place(leaf, (None,) * leaf.ndim)
 
-    shapes = jax.eval_shape(lambda: _fresh(model, tx))
+    shapes = jax.eval_shape(lambda: _fresh(model, tx, seed=0))
     return TrainState(
         step=whole(shapes.step),
         params=abstract_params(model, mesh),
@@ -45,17 +45,20 @@ def abstract_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh) -
     )
 
 
-def init_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A state at step 0, each leaf made where it lives: no device ever holds the whole model."""
+def init_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
+    """A state at step 0, each leaf made where it lives: no device ever holds the whole model.
+
+    `seed` decides the initial weights and the dropout of the whole run.
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx, mesh))
-    return jax.jit(lambda: _fresh(model, tx), out_shardings=shardings)()
+    return jax.jit(lambda: _fresh(model, tx, seed), out_shardings=shardings)()
 
 
 def _place(mesh: Mesh, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh, axes, leaf.shape))
 
 
-def _fresh(model: Model, tx: optax.GradientTransformation) -> TrainState:
-    weights, noise = jax.random.split(jax.random.key(model.config.seed))
+def _fresh(model: Model, tx: optax.GradientTransformation, seed: int) -> TrainState:
+    weights, noise = jax.random.split(jax.random.key(seed))
     params = model.init(weights)
     return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key_data(noise))

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from xsa_jax.config import Config
-from xsa_jax.mesh import constrain
+from xsa_jax.config import TrainConfig
 from xsa_jax.model.transformer import Model
+from xsa_jax.parallel.mesh import constrain
 from xsa_jax.train.loss import Batch, loss_sums
 from xsa_jax.train.state import TrainState
 
@@ -16,17 +16,17 @@ Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def make_step(model: Model, tx: optax.GradientTransformation, lr: optax.Schedule, config: Config) -> Step:
+def make_step(model: Model, tx: optax.GradientTransformation, lr: optax.Schedule, config: TrainConfig) -> Step:
     """The train step, not yet jitted.
 
     Its metrics, float32 scalars: `loss` (nats per token), `z` (mean of log(Z)^2), `grad_norm` (before clipping), `lr` (of this
     update) and `tokens` (targets that counted).
     """
-    dropout = config.model.dropout > 0
+    dropout = model.config.dropout > 0
 
     def objective(params, batch, key):
-        sums = loss_sums(model.bind(params), batch, config.train.loss_chunk, key if dropout else None)
-        return sums.nll + config.train.z_loss * sums.z, sums
+        sums = loss_sums(model.bind(params), batch, config.loss_chunk, key if dropout else None)
+        return sums.nll + config.z_loss * sums.z, sums
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         rng, key = jax.random.split(jax.random.wrap_key_data(state.rng))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from xsa_jax.mesh import put_batch
 from xsa_jax.model.transformer import Model, Params
-from xsa_jax.train.loss import split, token_nll
+from xsa_jax.parallel.mesh import put_batch
+from xsa_jax.train.loss import shift, token_nll
 
 Evaluator = Callable[[Params, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]
 
@@ -28,7 +28,7 @@ class PositionSums:
         tokens = self.tokens_T[start:stop].sum()
         return float(self.nll_T[start:stop].sum() / tokens) if tokens else math.nan
 
-    def report(self, bytes_per_token: float) -> dict[str, float]:
+    def totals(self, bytes_per_token: float) -> dict[str, float]:
         """`loss` in nats per token, `bits_per_byte` of text, and `perplexity` per token."""
         loss = self.loss()
         return {
@@ -39,14 +39,17 @@ class PositionSums:
         }
 
 
-def make_evaluator(model: Model) -> Evaluator:
-    """A jitted (params, batch) -> (nll_T, tokens_T). `batch["valid"]`, float32 [B], is 0 for rows that only fill the batch."""
+def make_evaluator(model: Model, loss_chunk: int) -> Evaluator:
+    """A jitted (params, batch) -> (nll_T, tokens_T).
+
+    `batch["valid"]`, float32 [B], is 0 for rows that only fill the batch. Logits exist for `loss_chunk` positions at a time.
+    """
 
     def sums(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         transformer = model.bind(params)
-        inputs_BT, targets_BT, segment_ids_BT, weights_BT = split(batch)
+        inputs_BT, targets_BT, segment_ids_BT, weights_BT = shift(batch)
         hidden_BTD, _ = transformer(inputs_BT, segment_ids_BT)
-        nll_BT, _ = token_nll(transformer, hidden_BTD, targets_BT, model.config.train.loss_chunk)
+        nll_BT, _ = token_nll(transformer, hidden_BTD, targets_BT, loss_chunk)
         weights_BT = weights_BT * batch["valid"][:, None]
         return jnp.sum(nll_BT * weights_BT, axis=0), jnp.sum(weights_BT, axis=0)
 

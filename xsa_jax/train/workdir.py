@@ -13,8 +13,10 @@ from importlib import metadata
 
 import jax
 
-from xsa_jax.config import Config, UserError, to_dict
-from xsa_jax.data.store import write_json
+from xsa_jax.config import Config
+from xsa_jax.config.stored import to_stored
+from xsa_jax.errors import UserError
+from xsa_jax.files import write_json
 from xsa_jax.train.metrics import last_step
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -65,7 +67,7 @@ def record_start(workdir: pathlib.Path, config: Config, step: int) -> None:
     """Stores the config, and one line for this start: command, code, versions, devices."""
     if jax.process_index():
         return
-    write_json(workdir / "config.json", to_dict(config))
+    write_json(workdir / "config.json", to_stored(config))
     record = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": step,

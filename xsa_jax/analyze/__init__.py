@@ -1,1 +1,0 @@
-"""What attention does inside a trained model, and how runs differ."""

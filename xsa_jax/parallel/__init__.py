@@ -1,0 +1,1 @@
+"""Devices: the mesh, and where each logical axis lives on it."""

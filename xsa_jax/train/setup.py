@@ -1,0 +1,137 @@
+"""Assembles a run, once, for everything that runs, measures or compiles it.
+
+`Setup` is made of the config and a list of devices and of nothing else: it opens no file and makes no array, so the devices may be
+those of a topology that is not here. Grain is imported by `open_data` alone, which needs it.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from xsa_jax.config import Config
+from xsa_jax.errors import ConfigError
+from xsa_jax.model.attention import check_implementation
+from xsa_jax.model.transformer import Model, build
+from xsa_jax.parallel.mesh import batch_sharding, make_mesh, platform
+from xsa_jax.train import optim
+from xsa_jax.train.state import TrainState, abstract_state, init_state
+from xsa_jax.train.step import Step, make_step
+from xsa_jax.train.validate import Evaluator, make_evaluator
+
+if TYPE_CHECKING:
+    from xsa_jax.data.loader import Loader
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A run that is ready to start.
+
+    Attributes:
+      config: the run's config.
+      mesh: its devices.
+      model: the description of the decoder.
+      tx: the optimiser.
+      abstract_state: shapes, types and shardings of the train state.
+      step: the jitted train step; it takes over the buffers of the state that it is given.
+      evaluator: the jitted validation of one batch.
+    """
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    tx: optax.GradientTransformation
+    abstract_state: TrainState
+    step: Step
+    evaluator: Evaluator
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of weights."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
+
+    def init_state(self) -> TrainState:
+        """The state at step 0, each leaf made where it lives."""
+        return init_state(self.model, self.tx, self.mesh, self.config.seed)
+
+    def abstract_batch(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """The form of a training batch: int32 [B, T+1] tokens and, where documents are isolated, segment ids."""
+        data = self.config.data
+        ids = jax.ShapeDtypeStruct((data.batch_size, data.seq_len + 1), jnp.int32, sharding=batch_sharding(self.mesh))
+        return {"tokens": ids, "segment_ids": ids} if data.documents == "isolate" else {"tokens": ids}
+
+    def lower(self) -> jax.stages.Lowered:
+        """The train step as a program for the mesh's devices, which need not be here; compile it with `.compile()`."""
+        step: Any = self.step
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            traced = step.trace(self.abstract_state, self.abstract_batch())
+            found = platform(self.mesh)
+            return traced.lower(lowering_platforms=("cuda" if found == "gpu" else found,))
+
+
+def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Setup:
+    """Assembles the run of a config.
+
+    Args:
+      config: the run's config.
+      devices: where it runs; all devices of this process's jax by default.
+
+    Raises:
+      ConfigError: the mesh does not fit the devices, or the chosen attention implementation cannot do on them what the config asks.
+    """
+    mesh = make_mesh(config.mesh, config.data.batch_size, jax.devices() if devices is None else devices)
+    isolate = config.data.documents == "isolate"
+    check_implementation(config.model, config.attention, segments=isolate, seq_len=config.data.seq_len, platform=platform(mesh))
+    model = build(config.model, config.attention)
+    lr = optim.schedule(config.optim, config.train.num_steps)
+    tx = optim.optimizer(config.optim, config.train.num_steps, model.axes)
+    abstract = abstract_state(model, tx, mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    step = jax.jit(make_step(model, tx, lr, config.train), donate_argnums=0, out_shardings=(shardings, None))
+    return Setup(config, mesh, model, tx, abstract, step, make_evaluator(model, config.train.loss_chunk))
+
+
+class Data(NamedTuple):
+    """The text of a run.
+
+    Attributes:
+      training: shuffled rows without end.
+      held_out: one pass in order over the first `eval.tokens` tokens of the validation split.
+      bytes_per_token: of the validation split.
+    """
+
+    training: "Loader"
+    held_out: "Loader"
+    bytes_per_token: float
+
+
+def open_data(config: Config) -> Data:
+    """Opens the run's token store.
+
+    Raises:
+      UserError: there is none, it is damaged or too small, or its vocabulary does not fit the model's.
+    """
+    from xsa_jax.data.loader import Loader  # grain, which benchmarks on borrowed machines do without
+    from xsa_jax.data.store import TokenStore
+
+    data = config.data
+    store = TokenStore.open(data.path)
+    if store.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size}: expected at least the {store.vocab_size} of {data.path} "
+            f"(tokenizer {store.tokenizer_name})"
+        )
+    host: dict[str, int] = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
+    training = Loader(
+        store, "train", seq_len=data.seq_len, batch_size=data.batch_size, seed=data.seed, documents=data.documents,
+        workers=data.workers, **host,
+    )  # fmt: skip
+    held_out = Loader(
+        store, "validation", seq_len=data.seq_len, batch_size=data.batch_size, documents=data.documents,
+        max_rows=max(1, config.eval.tokens // data.seq_len), **host,
+    )  # fmt: skip
+    return Data(training, held_out, store.split("validation").bytes_per_token)

@@ -1,0 +1,126 @@
+"""Step times of runs relative to each other, measured by letting their compiled steps take turns in one process.
+
+    python -m xsa_jax.train.step_time runs/sa runs/xsa --output runs/step_time.json
+
+Two runs that were trained one after the other met different loads of the machine, so the ratio of their step times is noise. Here
+step n of each run follows step n of the run before within milliseconds, and the median of the ratios of such pairs is reported.
+Nothing of the runs is changed: the steps start from fresh weights and read random tokens.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from xsa_jax.config.stored import from_stored
+from xsa_jax.errors import UserError
+from xsa_jax.files import write_json
+from xsa_jax.parallel.mesh import put_batch
+from xsa_jax.train.setup import Setup, assemble
+from xsa_jax.train.state import TrainState
+
+WARMUP = 3
+
+
+class Stepper:
+    """The compiled step of one run with a state and a batch to run it on.
+
+    Attributes:
+      setup: the run.
+      compiled: its train step.
+      loss: the loss of the last step, in nats per token.
+    """
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        self.loss = float("nan")
+        shape = setup.abstract_batch()["tokens"].shape
+        ids = np.random.default_rng(0).integers(0, setup.config.model.vocab_size, shape, dtype=np.int32)
+        batch = {name: ids if name == "tokens" else np.zeros_like(ids) for name in setup.abstract_batch()}
+        with jax.set_mesh(setup.mesh):
+            self._state: TrainState = setup.init_state()
+            self._batch = put_batch(setup.mesh, batch)
+            step: Any = setup.step
+            self.compiled = step.lower(self._state, self._batch).compile()
+
+    def seconds(self) -> float:
+        """The time of one more step."""
+        start = time.perf_counter()
+        self._state, metrics = self.compiled(self._state, self._batch)
+        self.loss = float(metrics["loss"])
+        return time.perf_counter() - start
+
+
+def alternate(steppers: Mapping[str, Stepper], pairs: int) -> dict[str, list[float]]:
+    """Lets the steppers take turns; returns the seconds of each step, without `WARMUP` first steps."""
+    times: dict[str, list[float]] = {name: [] for name in steppers}
+    for n in range(WARMUP + pairs):
+        for name, stepper in steppers.items():
+            seconds = stepper.seconds()
+            times[name] += [seconds] if n >= WARMUP else []
+    return times
+
+
+def ratios(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median, over pairs of steps, of each one's time over that of the first."""
+    first = next(iter(times.values()))
+    return {name: statistics.median(a / b for a, b in zip(own, first, strict=True)) for name, own in times.items()}
+
+
+def measure(runs: Sequence[pathlib.Path], pairs: int) -> dict[str, Any]:
+    """What the command writes.
+
+    Args:
+      runs: folders of training runs.
+      pairs: steps of each run.
+
+    Raises:
+      UserError: a folder that holds no run, or a config that does not fit this machine.
+    """
+    steppers = {}
+    for run in runs:
+        path = run / "config.json"
+        try:
+            stored = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); train.py writes it") from None
+        steppers[str(run)] = Stepper(assemble(from_stored(stored, str(path))))
+    times = alternate(steppers, pairs)
+    return {
+        "method": "compiled train steps taking turns in one process; median over pairs of the time over the first run's",
+        "pairs": pairs,
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "jax": jax.__version__,
+        "ratios": ratios(times),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(prog="python -m xsa_jax.train.step_time", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of runs; the first is what the others are measured by")
+    parser.add_argument("--pairs", type=int, default=30, help="steps of each run")
+    parser.add_argument("--output", required=True, type=pathlib.Path, help="JSON file, for python -m xsa_jax.compare --step_times")
+    args = parser.parse_args(argv)
+    try:
+        result = measure(args.runs, args.pairs)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.output, result)
+    except (UserError, OSError) as error:
+        print(f"step_time: {error}", file=sys.stderr)
+        return 1
+    for run, ratio in result["ratios"].items():
+        print(f"{run}: {ratio:.3f} of the first run's step time, median of {args.pairs} alternating steps")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
