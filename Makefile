@@ -58,7 +58,7 @@ docs: $(READY)
 lock: $(READY)
 	$(RUN) -m pip install --quiet uv
 	$(RUN) -m uv pip compile --universal --fork-strategy requires-python --python-version 3.11 --extra dev \
-	  --no-header --no-annotate --upgrade pyproject.toml --output-file requirements.lock
+	  --no-header --no-annotate --no-emit-package xsa_kernels --upgrade pyproject.toml --output-file requirements.lock
 	$(RUN) -m uv pip compile --universal --fork-strategy requires-python --python-version 3.11 --group gates \
 	  --no-header --no-annotate --upgrade --constraint requirements.lock --output-file requirements-gates.lock
 

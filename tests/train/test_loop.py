@@ -142,6 +142,35 @@ def test_a_stop_during_a_validation_saves_without_waiting_for_its_end(store, tmp
         assert checkpoints.steps == [3]
 
 
+def test_the_caller_may_add_an_action_with_a_cadence_of_its_own(store, tmp_path):
+    seen = []
+
+    def count(run):
+        return actions.Action(lambda moment: seen.append((moment.step, moment.last, int(moment.state.step))), every=3)
+
+    loop.train(config_for(store), tmp_path / "run", (actions.log, count))
+    assert seen == [(3, False, 3), (6, False, 6), (8, True, 8)]
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.steps == [], "nobody asked for saves"
+
+
+def test_an_action_that_is_due_runs_once_when_the_run_stops_there(store, tmp_path):
+    """The signal comes inside the action itself, after which the run stops: it must not run again, and others must."""
+    ran = []
+
+    def action(name, every, on_stop):
+        def run(moment):
+            ran.append((name, moment.step))
+            if name == "due" and moment.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return lambda _: actions.Action(run, every, on_stop)
+
+    chosen = (action("due", 3, True), action("later", 5, True), action("never", 0, False))
+    loop.train(config_for(store), tmp_path / "run", chosen)
+    assert ran == [("due", 3), ("later", 3)]
+
+
 def test_a_full_disk_is_one_clear_error(store, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (24 << 10, limits[1]))  # room for the metrics, not for a checkpoint

@@ -3,6 +3,8 @@
 import json
 import math
 import pathlib
+import re
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import model_of, tiny_config
+from xsa_jax import progress
 from xsa_jax.config import Config, config_dict, from_config_dict
 from xsa_jax.errors import UserError
 from xsa_jax.train import metrics as metrics_module
@@ -214,3 +217,30 @@ def test_the_line_for_people(tmp_path, clock, capsys):
         "step     2/10000  train loss 2.5000  grad 2.00  lr 1.00e-03  10,000 tokens/s  500 ms/step  MFU unknown  left 1:23:19"
     )
     assert validation == "step     2/10000  validation loss 2.2500  bits/byte 1.1250"
+
+
+def test_a_pipe_gets_a_line_every_so_often_and_every_line_that_stays(tmp_path, clock, monkeypatch, capsys):
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    config = tiny_config({"train.num_steps": 10})
+    with metrics_of(tmp_path, config, 0, jax.devices()[:1], line_seconds=15.0) as metrics:
+        for step in range(1, 11):
+            metrics.add(step, values(step))
+            clock.now += 4.0
+            if step == 7:
+                metrics.write(step, "validation", {"loss": 2.25})
+    shown = re.findall(r"^step +(\d+)/10  (\w+) loss", capsys.readouterr().out, re.MULTILINE)
+    assert shown == [("1", "train"), ("5", "train"), ("7", "validation"), ("10", "train")]
+    assert len(records(tmp_path)) == 11, "the file has them all"
+
+
+def test_a_terminal_gets_one_updating_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with metrics_of(tmp_path, tiny_config(), 0, jax.devices()[:1]) as metrics:
+        for step in range(1, 6):
+            metrics.add(step, values(step))
+        metrics.flush()
+        metrics.write(5, "validation", {"loss": 2.25})
+    shown = capsys.readouterr().out
+    assert "validation loss 2.2500\n" in shown
+    assert shown.count("\n") == 2, "the first step and the validation stay"
+    assert "5/20" in shown
