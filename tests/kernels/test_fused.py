@@ -1,4 +1,4 @@
-"""The frame of the fused kernels around a dense float32 backend, written from the contract in `Backend`: no kernel runs here."""
+"""The frame around a dense float32 backend, written from the contract in `backend.py`: no kernel runs here."""
 
 import dataclasses
 import functools
@@ -11,62 +11,63 @@ from jax.sharding import AxisType
 
 from tests.kernels import cases
 from tests.kernels.cases import Variant, assert_close, expected
-from xsa_kernels import MaskSpec, Projection, fused, reference
+from xsa_kernels import MaskSpec, Projection, Sharding, frame, reference, rows
+from xsa_kernels.backend import Backend, Gradients, Outputs
+from xsa_kernels.request import make_request
 
 
-def _weights(call, q, k, segment_ids, sinks_H):
-    mask = MaskSpec(call.causal, call.window, segment_ids)
-    return reference.weights(q, k, mask, sinks_H, call.softcap, call.scale)
+def _mask(request):
+    return dataclasses.replace(request.settings.mask, segment_ids=request.segment_ids_BS)
 
 
-def dense_forward(call, q, k, v, own, segment_ids, sinks_H, alpha_H):
+def dense_forward(request):
+    q, k, v, v_self, settings = request.q_BTHE, request.k_BSKE, request.v_BSKE, request.projected_v_BTKE, request.settings
     (B, T, H, _), K = q.shape, k.shape[2]
-    p = _weights(call, q, k, segment_ids, sinks_H)
-    mask = MaskSpec(call.causal, call.window, segment_ids)
-    s = jnp.einsum("BTKGE,BSKE->BKGTS", reference.group(q, K), k) * call.scale
-    s = s if call.softcap is None else call.softcap * jnp.tanh(s / call.softcap)
-    s = jnp.where(reference.dense_mask(mask, T, k.shape[1])[:, None, None], s, -jnp.inf).reshape(B, H, T, -1)
-    if sinks_H is not None:
-        s = jnp.concatenate([s, jnp.broadcast_to(sinks_H[:, None, None], (B, H, T, 1))], -1)
+    p = reference.weights(q, k, _mask(request), request.sinks_H, settings.softcap, settings.scale)
+    s = jnp.einsum("BTKGE,BSKE->BKGTS", reference.group(q, K), k) * settings.scale
+    s = s if settings.softcap is None else settings.softcap * jnp.tanh(s / settings.softcap)
+    s = jnp.where(reference.dense_mask(_mask(request), T, k.shape[1])[:, None, None], s, -jnp.inf).reshape(B, H, T, -1)
+    if request.sinks_H is not None:
+        s = jnp.concatenate([s, jnp.broadcast_to(request.sinks_H[:, None, None], (B, H, T, 1))], -1)
     lse = jax.nn.logsumexp(s, axis=-1)
-    if own is None:
-        return jnp.einsum("BKGTS,BSKE->BTKGE", p, v).reshape(q.shape), lse, None
-    n2 = jnp.sum(own * own, -1)
-    if call.drop_diagonal:
-        p = _without_diagonal(p, ~call.exact(n2).swapaxes(1, 2))
+    if v_self is None:
+        return Outputs(jnp.einsum("BKGTS,BSKE->BTKGE", p, v).reshape(q.shape), lse, None)
+    n2 = jnp.sum(v_self * v_self, -1)
+    if settings.drop_diagonal:
+        p = _without_diagonal(p, ~settings.exact(n2).swapaxes(1, 2))
     y = jnp.einsum("BKGTS,BSKE->BTKGE", p, v)
-    c = jnp.einsum("BTKGE,BTKE->BTKG", y, own) * call.inverse(n2)[..., None]
-    alpha = 1 if alpha_H is None else alpha_H.reshape(K, -1)
-    z = y - (alpha * c)[..., None] * own[:, :, :, None]
-    return z.reshape(q.shape), lse, jnp.moveaxis(c, 1, -1).reshape(B, H, T)
+    c = jnp.einsum("BTKGE,BTKE->BTKG", y, v_self) * settings.inverse(n2)[..., None]
+    alpha = 1 if request.alpha_H is None else request.alpha_H.reshape(K, -1)
+    z = y - (alpha * c)[..., None] * v_self[:, :, :, None]
+    return Outputs(z.reshape(q.shape), lse, jnp.moveaxis(c, 1, -1).reshape(B, H, T))
 
 
-def dense_backward(call, q, k, v, segment_ids, lse, dy, delta, kept_BKT, dv_BTKE):
-    (B, T, H, E), (_, S, K, _) = q.shape, k.shape
-    q, dy = reference.group(q, K), reference.group(dy, K)
-    lse, delta = (x.reshape(B, K, H // K, T, 1) for x in (lse, delta))
-    raw = jnp.einsum("BTKGE,BSKE->BKGTS", q, k) * call.scale
-    s = raw if call.softcap is None else call.softcap * jnp.tanh(raw / call.softcap)
-    mask = MaskSpec(call.causal, call.window, segment_ids)
-    p = jnp.where(reference.dense_mask(mask, T, S)[:, None, None], jnp.exp(s - lse), 0)
+def dense_backward(request, outputs, rows):
+    settings, k, v = request.settings, request.k_BSKE, request.v_BSKE
+    (B, T, H, E), (_, S, K, _) = request.q_BTHE.shape, k.shape
+    q, dy = reference.group(request.q_BTHE, K), reference.group(rows.dy_BTHE, K)
+    lse, delta = (x.reshape(B, K, H // K, T, 1) for x in (outputs.lse_BHT, rows.delta_BHT))
+    raw = jnp.einsum("BTKGE,BSKE->BKGTS", q, k) * settings.scale
+    s = raw if settings.softcap is None else settings.softcap * jnp.tanh(raw / settings.softcap)
+    p = jnp.where(reference.dense_mask(_mask(request), T, S)[:, None, None], jnp.exp(s - lse), 0)
     dp = jnp.einsum("BTKGE,BSKE->BKGTS", dy, v)
     p_off = p
-    if kept_BKT is not None:
-        p_off, dp = _without_diagonal(p, kept_BKT), _without_diagonal(dp, kept_BKT)
-    ds = p * (dp - delta) * call.scale
-    if call.softcap is not None:
-        ds = ds * (1 - (s / call.softcap) ** 2)
+    if rows.keeps_diagonal_BKT is not None:
+        p_off, dp = (_without_diagonal(x, rows.keeps_diagonal_BKT) for x in (p, dp))
+    ds = p * (dp - delta) * settings.scale
+    if settings.softcap is not None:
+        ds = ds * (1 - (s / settings.softcap) ** 2)
     dq = jnp.einsum("BKGTS,BSKE->BTKGE", ds, k).reshape(B, T, H, E)
     dk = jnp.einsum("BKGTS,BTKGE->BSKE", ds, q)
-    dv = jnp.einsum("BKGTS,BTKGE->BSKE", p_off, dy) + (0 if dv_BTKE is None else dv_BTKE)
-    return dq, dk, dv
+    dv = jnp.einsum("BKGTS,BTKGE->BSKE", p_off, dy) + (0 if rows.dv_start_BTKE is None else rows.dv_start_BTKE)
+    return Gradients(dq, dk, dv)
 
 
-def _without_diagonal(x_BKGTT, kept_BKT):
-    return jnp.where(jnp.eye(x_BKGTT.shape[-1], dtype=bool) & ~kept_BKT[:, :, None, :, None], 0, x_BKGTT)
+def _without_diagonal(x_BKGTT, keeps_diagonal_BKT):
+    return jnp.where(jnp.eye(x_BKGTT.shape[-1], dtype=bool) & ~keeps_diagonal_BKT[:, :, None, :, None], 0, x_BKGTT)
 
 
-DENSE = fused.Backend(dense_forward, dense_backward)
+DENSE = Backend(dense_forward, dense_backward)
 
 
 def masks(x):
@@ -99,7 +100,7 @@ def arrays(**shape):
     return x
 
 
-def run(backend, x, variant):
+def run(backend, x, variant, sharding=None):
     """z and the gradients of a backend under the oracle's names, in the dtype of q."""
     given = {name: jnp.asarray(x[name]) for name in "qkv"}
     given |= {name: jnp.asarray(a) for name, a in (("sinks", variant.sinks), ("v_self", variant.v_self)) if a is not None}
@@ -112,7 +113,11 @@ def run(backend, x, variant):
         def attend(given):
             q, k, v = (given[name] for name in "qkv")
             xsa = variant.rule and Projection(given.get("alpha", variant.alpha), variant.rule, variant.eps)
-            return fused.attention(backend, q, k, v, given.get("v_self", v), mask, xsa, given.get("sinks"), variant.softcap, scale)
+            request = make_request(
+                q, k, v, v_self_BTKE=given.get("v_self", v), mask=mask, xsa=xsa, sinks_H=given.get("sinks"),
+                softcap=variant.softcap, scale=scale,
+            )  # fmt: skip
+            return frame.attention(backend, request, sharding)
 
         z, pull = jax.vjp(attend, given)
         return {"z": z} | {f"d{name}": g for name, g in pull(dz)[0].items()}
@@ -140,18 +145,18 @@ def test_own_values_that_are_not_the_values(T):
 
 @pytest.mark.fast
 def test_only_an_exact_projection_drops_the_diagonal():
-    calls = []
+    found = []
 
-    def forward(call, *args):
-        calls.append(call)
-        return dense_forward(call, *args)
+    def forward(request):
+        found.append(request.settings.drop_diagonal)
+        return dense_forward(request)
 
     x = arrays()
-    backend = fused.Backend(forward, dense_backward)
+    backend = Backend(forward, dense_backward)
     for variant in PROJECTIONS.values():
         run(backend, x, variant)
     run(backend, x, dataclasses.replace(XSA, v_self=x["v"]))
-    assert [call.drop_diagonal for call in calls] == [False, True, False, True, False, False, False]
+    assert found == [False, True, False, True, False, False, False]
 
 
 def test_saves_no_y():
@@ -162,7 +167,7 @@ def test_saves_no_y():
     def saved(xsa):
 
         def attend(q, k, v):
-            return fused.attention(DENSE, q, k, v, v, MaskSpec(), xsa, None, None, 1.0)
+            return frame.attention(DENSE, make_request(q, k, v, mask=MaskSpec(), xsa=xsa, scale=1.0), None)
 
         _, pull = jax.eval_shape(functools.partial(jax.vjp, attend), q, k, v)
         return sorted(leaf.shape for leaf in jax.tree.leaves(pull))
@@ -177,13 +182,13 @@ def test_saves_no_y():
     "wrong", [jnp.zeros_like, lambda dv_self: jnp.roll(dv_self, 1, axis=2)], ids=["missing", "of another head"]
 )
 def test_a_wrong_dv_self_shows(wrong, monkeypatch):
-    rows = fused._rows
+    right = rows.row_gradients
 
     def mutated(*args):
-        dy, delta, dv_self, *rest = rows(*args)
-        return dy, delta, wrong(dv_self), *rest
+        of_rows, *rest = right(*args)
+        return of_rows._replace(dv_start_BTKE=wrong(of_rows.dv_start_BTKE)), *rest
 
-    monkeypatch.setattr(fused, "_rows", mutated)
+    monkeypatch.setattr(rows, "row_gradients", mutated)
     x = arrays()
     with pytest.raises(AssertionError):
         assert_close(run(DENSE, x, XSA), expected(x, XSA), 2e-5)
@@ -196,7 +201,7 @@ def test_a_mesh_changes_nothing(K):
     variant = Variant(masks(x)["segments"], "clamp", alpha=x["alpha"], sinks=x["sinks"])
     alone = run(DENSE, x, variant)
     with jax.set_mesh(jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)):
-        together = run(DENSE, x, variant)
+        together = run(DENSE, x, variant, Sharding(batch=("data", "fsdp"), heads="tensor"))
     assert_close(together, {name: np.asarray(a, np.float64) for name, a in alone.items()}, 1e-6)
     assert together["z"].sharding.shard_shape(together["z"].shape) == (1, 23, 2, 6)
 
@@ -208,4 +213,4 @@ def test_heads_that_do_not_divide_are_refused():
         jax.set_mesh(jax.make_mesh((4, 2), ("data", "tensor"), (AxisType.Auto,) * 2)),
         pytest.raises(ValueError, match="q_BTHE: found 3 heads"),
     ):
-        run(DENSE, x, XSA)
+        run(DENSE, x, XSA, Sharding(batch="data", heads="tensor"))

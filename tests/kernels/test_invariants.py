@@ -7,7 +7,8 @@ import pytest
 
 from tests.kernels import oracle
 from tests.kernels.cases import Variant, arrays, run
-from xsa_kernels import MaskSpec, Projection, attention, blockwise
+from xsa_kernels import MaskSpec, Projection, attention
+from xsa_kernels.xla import blockwise
 
 IMPLS = pytest.mark.parametrize("impl", ["reference", "xla"])
 XSA = Projection()

@@ -1,5 +1,6 @@
 """What is compiled: no trace of XSA without it, no T x S array, no hidden block, no second forward pass, no gathered heads."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -11,10 +12,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import xsa_kernels
 from tests.helpers import model_of, subprocess_env, tiny_config
 from tests.kernels.cases import arrays
-from xsa_kernels import MaskSpec, Projection, attention, blockwise, fused
+from xsa_kernels import MaskSpec, Projection, Sharding, attention, reference, rows
+from xsa_kernels.request import Settings
+from xsa_kernels.xla import blockwise
 
 
 def shapes(B, T, H, K, E, dtype=jnp.float32):
@@ -35,7 +37,7 @@ def test_plain_attention_holds_no_xsa(impl, monkeypatch):
     lower = lambda **options: gradient(impl=impl, **options).lower(*shapes(1, 8, 2, 1, 4)).as_text()  # noqa: E731
     plain, xsa = ops(lower()), ops(lower(xsa=Projection()))
     assert len(xsa) > len(plain) + 10
-    for owner, name in ((xsa_kernels.reference, "project"), (fused, "_rows"), (fused.Call, "inverse")):
+    for owner, name in ((reference, "project"), (rows, "_through_the_projection"), (Settings, "inverse")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("called without xsa"))
     assert ops(lower()) == plain
 
@@ -100,17 +102,18 @@ def test_eight_devices_equal_one(block, heads, monkeypatch):
     spec = {"q": P(("data", "fsdp"), None, "tensor"), "segment_ids": P(("data", "fsdp")), "sinks": P("tensor")}
     spec |= {"k": spec["q"], "v": spec["q"], "alpha": spec["sinks"]}
 
-    def loss(floats, ids):
+    def loss(floats, ids, sharding=None):
         z = attention(
             floats["q"], floats["k"], floats["v"], mask=MaskSpec(window=9, segment_ids=ids), sinks_H=floats["sinks"],
-            xsa=Projection(alpha=floats["alpha"]), impl="xla",
+            xsa=Projection(alpha=floats["alpha"]), sharding=sharding, impl="xla",
         )  # fmt: skip
         return jnp.sum(z**2)
 
     floats = {name: x[name] for name in ("q", "k", "v", "sinks", "alpha")}
     one = jax.jit(jax.value_and_grad(loss))(floats, x["segment_ids"])
     placed = {name: jax.device_put(a, NamedSharding(mesh, spec[name])) for name, a in floats.items()}
-    call = jax.jit(jax.value_and_grad(loss)).lower(
+    sharding = Sharding(batch=("data", "fsdp"), heads="tensor")
+    call = jax.jit(jax.value_and_grad(functools.partial(loss, sharding=sharding))).lower(
         placed, jax.device_put(x["segment_ids"], NamedSharding(mesh, spec["segment_ids"]))
     )
     compiled = call.compile()
@@ -125,7 +128,8 @@ def test_eight_devices_equal_one(block, heads, monkeypatch):
 def test_heads_that_a_mesh_does_not_divide():
     """Kernels refuse them; what XLA compiles it also places."""
     x = arrays(B=4, H=3, K=3, dtype=np.float32)
-    call = jax.jit(lambda q, k, v: attention(q, k, v, xsa=Projection(), impl="xla"))
+    sharding = Sharding(batch="data", heads="tensor")
+    call = jax.jit(lambda q, k, v: attention(q, k, v, xsa=Projection(), sharding=sharding, impl="xla"))
     alone = call(x["q"], x["k"], x["v"])
     with jax.set_mesh(jax.make_mesh((4, 2), ("data", "tensor"), (AxisType.Auto,) * 2)):
         np.testing.assert_allclose(call(x["q"], x["k"], x["v"]), alone, atol=1e-6)

@@ -9,14 +9,14 @@ import pytest
 
 import xsa_kernels
 from tests.helpers import REPO, subprocess_env
-from xsa_kernels import support
+from xsa_kernels import registry
 
 README = (REPO / "kernels" / "README.md").read_text()
 
 
 @pytest.mark.fast
 def test_support_table_is_the_data():
-    assert support.table() in README
+    assert registry.table() in README
 
 
 @pytest.mark.fast

@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import AxisType
 
 import xsa_kernels
-from xsa_kernels import MaskSpec, Projection
+from xsa_kernels import Features, MaskSpec, Projection
 
+PLAIN = {"dtype": "bfloat16", "head_dim": 64}
 F32, BF16 = jnp.float32, jnp.bfloat16
 
 
@@ -132,13 +133,14 @@ def test_bad_call_of_weights_names_its_argument(argument, bad):
         ("lengths", {"lengths": (128, 0)}),
         ("mask.window", {"window": 0}),
         ("softcap", {"softcap": -1.0}),
-        ("xsa", {"xsa": True}),
+        ("features", {"features": {"dtype": "bfloat16"}}),
         ("impl", {"impl": "flash"}),
     ],
 )
 def test_bad_check_names_its_argument(argument, bad):
+    call = {"impl": "auto", "device": None} | {name: bad[name] for name in ("impl", "device", "features") if name in bad}
     with pytest.raises(ValueError, match=f"^{argument}: found .*, expected "):
-        xsa_kernels.check(**{"dtype": "bfloat16", "head_dim": 64, **bad})
+        xsa_kernels.check(**{"features": Features(**{**PLAIN, **{n: x for n, x in bad.items() if n not in call}}), **call})
 
 
 @pytest.mark.fast
@@ -146,26 +148,26 @@ def test_bad_check_names_its_argument(argument, bad):
     ("impl", "device"), [("hopper", "cpu"), ("cudnn", "tpu"), ("splash", "gpu"), ("tpu", "gpu"), ("triton", "tpu")]
 )
 def test_an_implementation_for_other_devices_is_refused_where_the_device_is_known(impl, device):
-    call = {"dtype": "bfloat16", "head_dim": 64}
+    features = Features(**PLAIN)
     with pytest.raises(
         ValueError, match=f"^impl: found '{impl}', which cannot honour device={device}, expected one that can: .*'xla'"
     ):
-        xsa_kernels.check(impl, **call, device=device)
-    assert xsa_kernels.check(impl, **call) == impl
-    assert xsa_kernels.check("xla", **call, device="another") == "xla"
+        xsa_kernels.check(impl, features, device=device)
+    assert xsa_kernels.check(impl, features) == impl
+    assert xsa_kernels.check("xla", features, device="another") == "xla"
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("device", "name"), [("tpu", "tpu"), ("gpu", "triton"), ("cpu", "xla"), ("another", "xla"), (None, "xla")])
 def test_auto_goes_by_the_device_that_is_named(device, name):
-    assert xsa_kernels.check(dtype="bfloat16", head_dim=64, device=device) == name
+    assert xsa_kernels.check("auto", Features(**PLAIN), device=device) == name
 
 
 @pytest.mark.fast
 def test_lengths_say_whether_queries_are_fewer_than_keys():
     with pytest.raises(ValueError, match=r"cannot honour mask\.causal with fewer queries than keys"):
-        xsa_kernels.check("cudnn", dtype="bfloat16", head_dim=64, lengths=[128, 256])
-    assert xsa_kernels.check("cudnn", dtype="bfloat16", head_dim=64, lengths=(128, 128), tail=True) == "cudnn"
+        xsa_kernels.check("cudnn", Features(**PLAIN, lengths=[128, 256]))
+    assert xsa_kernels.check("cudnn", Features(**PLAIN, lengths=(128, 128))) == "cudnn"
 
 
 @pytest.mark.fast
@@ -235,13 +237,14 @@ def test_cudnn_without_cudnn_is_a_value_error():
 
 def test_check_names_what_is_missing_without_arrays():
     with pytest.raises(ValueError, match=r"mask.segment_ids, softcap"):
-        xsa_kernels.check("cudnn", dtype="bfloat16", head_dim=64, segments=True, sinks=True, softcap=30.0)
-    assert xsa_kernels.check("cudnn", dtype="bfloat16", head_dim=64, window=128, xsa=Projection()) == "cudnn"
+        xsa_kernels.check("cudnn", Features(**PLAIN, segments=True, sinks=True, softcap=30.0))
+    assert xsa_kernels.check("cudnn", Features(**PLAIN, window=128)) == "cudnn"
 
 
 def test_auto_picks_what_honours_everything():
-    assert xsa_kernels.check("auto", dtype="bfloat16", head_dim=64) == "xla"
-    assert xsa_kernels.check("auto", dtype="float32", head_dim=80, segments=True, sinks=True, softcap=30.0, window=7) == "xla"
+    assert xsa_kernels.check("auto", Features(**PLAIN)) == "xla"
+    features = Features(dtype="float32", head_dim=80, segments=True, sinks=True, softcap=30.0, window=7)
+    assert xsa_kernels.check("auto", features) == "xla"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tokamax") is not None, reason="tokamax is installed")

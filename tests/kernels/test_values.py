@@ -10,7 +10,9 @@ import pytest
 import xsa_kernels
 from tests.kernels import oracle
 from tests.kernels.cases import Variant, arrays, assert_close, errors, expected, regimes, relative, rounded, run
-from xsa_kernels import MaskSpec, blockwise, cudnn
+from xsa_kernels import MaskSpec, reference
+from xsa_kernels.vendors import cudnn
+from xsa_kernels.xla import blockwise
 
 XSA = Variant(rule="clamp")
 RULES = {"sa": 1.0, "clamp": 1e-12, "clamped": 5.0, "add": 1e-2, "exact": 1e-12}
@@ -143,9 +145,7 @@ class FakeCudnn:
         assert return_residual
         p_BKGTS = self._weights(q, k, scale, mask_type, sliding_window_length)
         y = jnp.einsum("BKGTS,BSKE->BTKGE", p_BKGTS, v.astype(jnp.float32)).reshape(q.shape)
-        s_BKGTS = jnp.einsum(
-            "BTKGE,BSKE->BKGTS", xsa_kernels.reference.group(q, k.shape[2]).astype(jnp.float32), k.astype(jnp.float32)
-        )
+        s_BKGTS = jnp.einsum("BTKGE,BSKE->BKGTS", reference.group(q, k.shape[2]).astype(jnp.float32), k.astype(jnp.float32))
         # p = exp(s - lse) wherever p is not 0: on the first key that a row sees
         first = jnp.argmax(p_BKGTS > 0, axis=-1)[..., None]
         lse = jnp.take_along_axis(s_BKGTS * scale - jnp.log(p_BKGTS), first, axis=-1)
@@ -154,10 +154,10 @@ class FakeCudnn:
     def bind(self, q, k, v, *operands, scale, mask_type, sliding_window_length, **_):
         lse, y, dy = operands[-3:]
         K, narrow = k.shape[2], q.dtype
-        q, y, dy = (xsa_kernels.reference.group(x, K).astype(jnp.float32) for x in (q, y, dy))
+        q, y, dy = (reference.group(x, K).astype(jnp.float32) for x in (q, y, dy))
         k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         s = jnp.einsum("BTKGE,BSKE->BKGTS", q, k) * scale
-        seen = xsa_kernels.reference.dense_mask(MaskSpec(mask_type.name == "CAUSAL", sliding_window_length), *s.shape[-2:])
+        seen = reference.dense_mask(MaskSpec(mask_type.name == "CAUSAL", sliding_window_length), *s.shape[-2:])
         p = jnp.where(seen, jnp.exp(s - lse.reshape(*s.shape[:-1], 1)), 0)
         dp = jnp.einsum("BTKGE,BSKE->BKGTS", dy, v)
         ds = p * (dp - jnp.moveaxis(jnp.sum(y * dy, -1), 1, -1)[..., None]) * scale

@@ -1,9 +1,12 @@
-"""The support table is true: what it says is honoured gives the oracle's values, what it says is not raises and is named."""
+"""The registry is true: what it says is honoured gives the oracle's values, what it says is not raises and is named."""
 
 import dataclasses
 import functools
+import inspect
 import itertools
+import subprocess
 import sys
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +14,10 @@ import numpy as np
 import pytest
 
 import xsa_kernels
+from tests.helpers import subprocess_env
 from tests.kernels.cases import Variant, arrays, expected, rounded, run
-from xsa_kernels import MaskSpec, Projection, api, support
-from xsa_kernels.support import FEATURES, SUPPORT
+from xsa_kernels import Features, MaskSpec, api, device, registry
+from xsa_kernels.registry import FEATURES, IMPLEMENTATIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +88,13 @@ def measured(impl, cell):
     return {name: np.linalg.norm(a - want[name]) / np.linalg.norm(want[name]) for name, a in got.items()}
 
 
-@pytest.mark.parametrize("impl", SUPPORT)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_cell(feature, impl, monkeypatch):
     if impl == "tokamax":
         pytest.importorskip("tokamax", reason="install tokamax")
         monkeypatch.setattr(sys, "argv", ["python"])  # which it parses
-    cell, how = CELLS[feature], SUPPORT[impl].cell(feature)
+    cell, how = CELLS[feature], IMPLEMENTATIONS[impl].cell(feature)
     if how == "-":
         with pytest.raises(ValueError, match=f"{impl}', which cannot honour .*{feature}"):
             measured(impl, cell)
@@ -106,21 +110,47 @@ def test_cell(feature, impl, monkeypatch):
 @pytest.mark.fast
 def test_every_call_has_the_feature_that_its_cell_is_for():
     for feature, cell in CELLS.items():
-        asked = support.Asked(
-            cell.dtype,
-            cell.E,
-            cell.mask not in ("full", "band"),
-            30 if cell.mask in ("window", "band") else None,
-            cell.mask == "segments",
-            cell.sinks,
-            cell.softcap,
-            cell.S > cell.T,
-            (cell.T, cell.S),
+        features = Features(
+            dtype=cell.dtype,
+            head_dim=cell.E,
+            causal=cell.mask not in ("full", "band"),
+            window=30 if cell.mask in ("window", "band") else None,
+            segments=cell.mask == "segments",
+            sinks=cell.sinks,
+            softcap=cell.softcap,
+            lengths=(cell.T, cell.S),
         )
-        assert FEATURES[feature](asked)
+        assert FEATURES[feature](features)
     assert list(CELLS) == list(FEATURES)
-    assert list(SUPPORT) == list(api.IMPLEMENTATIONS)
-    assert all(feature in FEATURES for kind in SUPPORT.values() for feature in kind.lacks + kind.only_compiled)
+    assert all(feature in FEATURES for one in IMPLEMENTATIONS.values() for feature in one.unsupported + one.only_compiled)
+
+
+@pytest.mark.fast
+def test_every_list_of_implementations_is_the_registry():
+    assert registry.NAMES == tuple(IMPLEMENTATIONS) == tuple(one.name for one in IMPLEMENTATIONS.values())
+    assert typing.get_args(registry.Impl) == ("auto", *registry.NAMES)
+    assert typing.get_type_hints(api.attention)["impl"] == typing.get_type_hints(api.check)["impl"] == registry.Impl
+    for one in IMPLEMENTATIONS.values():
+        if one.installed():
+            assert list(inspect.signature(one.load()).parameters) == ["request", "sharding"]
+
+
+@pytest.mark.fast
+def test_the_package_and_its_registry_load_no_jax():
+    """Programs that read configs or files may ask what implementations there are before they start jax, or without it."""
+    code = "import sys, xsa_kernels, xsa_kernels.registry; from xsa_kernels import registry, Features; "
+    code += "Features(dtype='bfloat16', head_dim=64); registry.table(); print('jax' in sys.modules, *registry.NAMES[:2])"
+    done = subprocess.run([sys.executable, "-c", code], env=subprocess_env(), capture_output=True, text=True, check=True)
+    assert done.stdout == "False reference xla\n"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "dtype", ["float32", np.float32, np.dtype("float32"), jnp.float32, jnp.dtype("float32"), jnp.zeros(1).dtype], ids=repr
+)
+def test_a_dtype_may_be_any_dtype_object(dtype):
+    assert Features(dtype=dtype, head_dim=64).dtype == "float32"
+    assert Features(dtype=jnp.bfloat16, head_dim=64) == Features(dtype=jnp.dtype("bfloat16"), head_dim=64, lengths=[])
 
 
 PLAIN = {"dtype": "bfloat16", "head_dim": 64}
@@ -128,41 +158,41 @@ PLAIN = {"dtype": "bfloat16", "head_dim": 64}
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("device", "features", "name"),
+    ("platform", "features", "name"),
     [
         ("cpu", {}, "xla"),
         ("tpu", {}, "tpu"),
         ("tpu", {"window": 9, "causal": False, "segments": True, "sinks": True, "softcap": 3.0, "lengths": (100, 100)}, "tpu"),
         ("tpu", {"dtype": "float16"}, "xla"),
         ("tpu", {"head_dim": 512}, "xla"),
-        ("gpu", {"segments": True, "xsa": Projection()}, "triton"),
+        ("gpu", {"segments": True}, "triton"),
         ("gpu", {"dtype": "float64"}, "xla"),
         ("other", {}, "xla"),
     ],
 )
-def test_auto(device, features, name, monkeypatch):
-    monkeypatch.setattr(support, "_device", lambda: device)
-    assert xsa_kernels.check(**{**PLAIN, **features}) == name
+def test_auto(platform, features, name, monkeypatch):
+    monkeypatch.setattr(device, "kernel_platform", lambda _: platform)
+    assert xsa_kernels.check("auto", Features(**{**PLAIN, **features})) == name
 
 
 @pytest.mark.fast
 def test_auto_takes_nothing_whose_values_were_not_checked():
-    for name in ("xla", *itertools.chain(*support.AUTO.values())):
-        assert {SUPPORT[name].cell(feature) for feature in FEATURES} <= {"run", "interpreted", "-"}
+    for name in ("xla", *itertools.chain(*registry.AUTO.values())):
+        assert {IMPLEMENTATIONS[name].cell(feature) for feature in FEATURES} <= {"run", "interpreted", "-"}
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("capability", "device"), [("9.0", "gpu"), ("10.0", "gpu"), ("7.5", "other"), ("gfx942", "other")])
-def test_gpus_that_the_kernels_were_not_compiled_for(capability, device, monkeypatch):
+@pytest.mark.parametrize(("capability", "platform"), [("9.0", "gpu"), ("10.0", "gpu"), ("7.5", "other"), ("gfx942", "other")])
+def test_gpus_that_the_kernels_were_not_compiled_for(capability, platform, monkeypatch):
     chip = type("Device", (), {"compute_capability": capability})
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [chip])
-    assert support._device() == device
+    assert device.kernel_platform(device.platform()) == platform
 
 
 @pytest.mark.fast
 def test_says_what_it_runs(caplog):
     with caplog.at_level("INFO", "xsa_kernels"):
-        xsa_kernels.check("auto", **PLAIN, segments=True)
+        xsa_kernels.check("auto", Features(**PLAIN, segments=True))
     assert "impl='auto' runs xla" in caplog.text
     assert "segments=True" in caplog.text
