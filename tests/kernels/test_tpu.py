@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from tests.kernels import cases
 from tests.kernels.cases import Variant, assert_close, expected, regimes, relative, rounded
 from tests.kernels.test_fused import XSA, run
-from xsa_kernels import MaskSpec, tpu
+from xsa_kernels import MaskSpec, Sharding, tpu
 from xsa_kernels.tpu import backward, backward_body, schedule, tile
 
 SMALL = tpu.Blocks(128, 128, 128, 128)
@@ -139,32 +139,32 @@ def test_half_percent_in_every_regime(common):
 
 
 def _with(fault):
-    """`backward_body._open` followed by a fault in what it leaves behind."""
+    """`backward_body._initialise_rows` followed by a fault in what it leaves behind."""
 
-    def faulty(call, own, x, pair, total, *, honest=backward_body._open):
-        before = total.dv[:, own]
-        exact = honest(call, own, x, pair, total)
-        fault(own, x, pair, total, before)
-        return exact
+    def faulty(settings, own, x, rows, scratch, *, honest=backward_body._initialise_rows):
+        before = scratch.dv[:, own]
+        dropped_key = honest(settings, own, x, rows, scratch)
+        fault(own, x, rows, scratch, before)
+        return dropped_key
 
     return faulty
 
 
-def _literal_delta(own, x, pair, total, before):
+def _literal_delta(own, x, rows, scratch, before):
     z, dz = (ref[own, :].T.astype(jnp.float32) for ref in (x.z, x.dz))
-    pair.delta[:, own] = jnp.sum(z * dz, axis=0, keepdims=True)
+    rows.delta[:, own] = jnp.sum(z * dz, axis=0, keepdims=True)
 
 
-def _no_dv_self(own, x, pair, total, before):
-    total.dv[:, own] = before
+def _no_dv_self(own, x, rows, scratch, before):
+    scratch.dv[:, own] = before
 
 
-def _next_rows_dv_self(own, x, pair, total, before):
-    total.dv[:, own] = before + jnp.roll(total.dv[:, own] - before, 1, axis=1)
+def _next_rows_dv_self(own, x, rows, scratch, before):
+    scratch.dv[:, own] = before + jnp.roll(scratch.dv[:, own] - before, 1, axis=1)
 
 
-def _next_diagonal(k_position, diagonal):
-    return k_position == diagonal - 1
+def _next_diagonal(k_position, dropped_key):
+    return k_position == dropped_key - 1
 
 
 @functools.cache
@@ -178,10 +178,10 @@ def without_fault():
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
     [
-        (backward_body, "_open", _with(_literal_delta)),
-        (backward_body, "_open", _with(_no_dv_self)),
-        (backward_body, "_open", _with(_next_rows_dv_self)),
-        (tile, "on_diagonal", _next_diagonal),
+        (backward_body, "_initialise_rows", _with(_literal_delta)),
+        (backward_body, "_initialise_rows", _with(_no_dv_self)),
+        (backward_body, "_initialise_rows", _with(_next_rows_dv_self)),
+        (tile, "is_dropped", _next_diagonal),
     ],
 )
 def test_a_fault_exceeds_the_budget(module, name, fault, monkeypatch):
@@ -218,6 +218,6 @@ def test_a_mesh_changes_nothing():
     x = arrays(B=4, T=130, K=2)
     variant = Variant(MaskSpec(segment_ids=jnp.asarray(x["segment_ids"])), "clamp", sinks=x["sinks"])
     with jax.set_mesh(jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)):
-        got = run(INTERPRETED, x, variant)
+        got = run(INTERPRETED, x, variant, Sharding(batch=("data", "fsdp"), heads="tensor"))
     assert_close(got, expected(x, variant), 5e-6)
     assert got["z"].sharding.shard_shape(got["z"].shape) == (1, 130, 1, 16)

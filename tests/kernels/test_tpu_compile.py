@@ -38,7 +38,8 @@ def main(chip: str) -> None:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from xsa_kernels import MaskSpec, Projection, fused, tpu
+    from xsa_kernels import MaskSpec, Projection, frame, tpu
+    from xsa_kernels.request import make_request
 
     mesh = Mesh(np.array(topologies.get_topology_desc(topology_name=CHIPS[chip], platform="tpu").devices[:1]), ("data",))
     small = tpu.Blocks(256, 256, 256, 128)
@@ -51,8 +52,12 @@ def main(chip: str) -> None:
 
         def gradients(q, k, v, dz, ids, mask=mask, blocks=blocks):
             spec = MaskSpec(window=200 if mask == "window" else None, segment_ids=ids if mask == "segments" else None)
-            backend = tpu.backend(blocks, blocks)
-            z, pull = jax.vjp(lambda q, k, v: fused.attention(backend, q, k, v, v, spec, Projection(), None, None, 0.1), q, k, v)
+
+            def attend(q, k, v):
+                request = make_request(q, k, v, mask=spec, xsa=Projection(), scale=0.1)
+                return frame.attention(tpu.backend(blocks, blocks), request, None)
+
+            z, pull = jax.vjp(attend, q, k, v)
             return z, *pull(dz)
 
         def array(*shape, dtype):

@@ -5,34 +5,33 @@ from typing import Any
 
 import jax
 
-from xsa_kernels import fused
-from xsa_kernels.tpu import backward, forward, tile
+from xsa_kernels import device, frame
+from xsa_kernels.backend import Backend
+from xsa_kernels.request import Request
+from xsa_kernels.spec import Sharding
+from xsa_kernels.tpu import backward, forward
 from xsa_kernels.tpu.schedule import Blocks
 
-__all__ = ["Blocks", "attention", "backend", "interpreted"]
+__all__ = ["Blocks", "attention", "backend"]
 
 
 @functools.cache
-def backend(forward_blocks: Blocks | None = None, backward_blocks: Blocks | None = None, interpret: Any = False) -> fused.Backend:
-    """The kernels as a backend of `xsa_kernels.fused.attention`.
+def backend(forward_blocks: Blocks | None = None, backward_blocks: Blocks | None = None, interpret: Any = False) -> Backend:
+    """The kernels as a backend of `frame.attention`.
 
     Args:
-      forward_blocks: block sizes; None takes those of the table in `xsa_kernels.tpu.schedule`.
-      backward_blocks: the same for the backward kernel.
-      interpret: for `pallas_call`: False compiles, True or `pltpu.InterpretParams(...)` runs on a CPU.
+      forward_blocks: block sizes of the forward kernel; None takes those of `schedule.forward_blocks`.
+      backward_blocks: block sizes of the backward kernel; None takes those of `schedule.backward_blocks`.
+      interpret: as for `pallas_call`: False compiles, True or `pltpu.InterpretParams(...)` runs on a CPU.
     """
-    return fused.Backend(
-        functools.partial(forward.forward, forward_blocks, interpret),
-        functools.partial(backward.backward_main, backward_blocks, interpret),
-        functools.partial(backward.backward, backward_blocks, interpret),
+    return Backend(
+        forward=functools.partial(forward.forward, blocks=forward_blocks, interpret=interpret),
+        backward_main=functools.partial(backward.backward_main, blocks=backward_blocks, interpret=interpret),
+        fused_backward=functools.partial(backward.fused_backward, blocks=backward_blocks, interpret=interpret),
     )
 
 
-def attention(*call: Any) -> Any:
-    """`xsa_kernels.attention`'s "tpu", with the block sizes of the table."""
-    return fused.attention(backend(interpret=interpreted()), *call)
-
-
-def interpreted() -> bool:
-    """Whether kernels are to be interpreted, which is right and slow: on a CPU, unless the mesh is of TPUs."""
-    return jax.default_backend() == "cpu" and tile.generation() is None
+def attention(request: Request, sharding: Sharding | None) -> jax.Array:
+    """The implementation "tpu". Programs for a CPU interpret the kernels, which is right and slow."""
+    platform = device.platform(request.q_BTHE, request.k_BSKE, request.v_BSKE)
+    return frame.attention(backend(interpret=platform == "cpu"), request, sharding)

@@ -1,10 +1,11 @@
 """The backward kernel's body: what happens at one pair of blocks, and at the first visit to a block of rows.
 
-Of scores the keys are in sublanes and the queries in lanes. What is made of rows has E in sublanes and the rows in lanes: numbers
-per row fill registers, and the products that make dq, dk and dv fill the 256 columns of the matrix units of v6e and tpu7x, of which
-E = 128 columns would leave half idle.
+Tiles of scores have the keys in sublanes and the queries in lanes. What is computed of rows has E in sublanes and the rows in
+lanes: numbers per row fill registers, and the products that make dq, dk and dv fill the 256 columns of the matrix units of v6e and
+tpu7x, of which E = 128 columns would leave half idle.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,18 +13,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from xsa_kernels.fused import Call
+from xsa_kernels.request import Settings
+from xsa_kernels.spec import LOG2E
 from xsa_kernels.tpu import tile
-from xsa_kernels.tpu.schedule import COMPUTE, DONE, FIRST, KIND, LAST, MASKED, NEW, Grid
-from xsa_kernels.tpu.tile import LANES, LOG2E
+from xsa_kernels.tpu.schedule import COMPUTE, FIRST, FIRST_VISIT, KIND, LAST, LAST_VISIT, MASKED, BlockGrid
+from xsa_kernels.tpu.tile import LANES, Origin
 
 
 class Inputs(NamedTuple):
-    """Arrays, their block specs, or the kernel's references to them; None where a call does not have them.
+    """Arrays, their block specs, or the kernel's references to them; None for what a call does not have.
 
-    The rows of q, dz, z and delta are those of all query heads of a KV head, one head after the other. `stats` are the log-sum-exp
-    and, where the kernel projects, c: then it makes dy and delta. With `z` but without c there is no projection, so that `dz` is
-    dy, and it makes delta; with neither `dz` is dy and `delta` is given.
+    The rows of q, dz, z and delta are those of all query heads of a KV head, one head after the other.
+
+    Attributes:
+      dz: the cotangent of z if the kernel projects (then `stats` has c), else that of y.
+      stats: the log-sum-exp and, where the kernel projects, c.
+      z: where the kernel computes delta; else `delta` is given.
+      dropped_key: see `tile.is_dropped`; given where rows drop their diagonal and the kernel does not project.
+      dv_start: what dv starts from; None: zero.
     """
 
     q: Any
@@ -33,27 +40,38 @@ class Inputs(NamedTuple):
     v: Any
     z: Any = None
     delta: Any = None
-    diagonal: Any = None
-    dv: Any = None
+    dropped_key: Any = None
+    dv_start: Any = None
     q_ids: Any = None
     k_ids: Any = None
 
 
 class Steps(NamedTuple):
-    """The lists that the grid's last axis walks: a pair of blocks, its block of rows, the one that is loaded, the one whose
-    rows are loaded at their first visit only, and dq's output."""
+    """The lists that the grid's last axis walks. A block of rows is a block of queries of one query head of the group.
+
+    Attributes:
+      i, j: the query block and the key block.
+      flags: see `schedule`.
+      row: the block of rows.
+      loaded: the block of rows that is loaded.
+      first_visited: the block of rows of the latest first visit, which loads what no later visit needs.
+      finished: the block of rows that was finished last, whose dq is written.
+    """
 
     i: Any
     j: Any
     flags: Any
     row: Any
     loaded: Any
-    new: Any
-    written: Any
+    first_visited: Any
+    finished: Any
 
 
 class Scratch(NamedTuple):
-    """What stays in VMEM, rows in lanes; `dy` where the kernel projects. Without that dz is dy."""
+    """What stays in VMEM, with rows in lanes: sums of dq of a whole KV group, sums of dk and dv of a key block, and dy of all rows.
+
+    `dy` is None where the kernel does not project: then dz is dy.
+    """
 
     dq: Any
     dk: Any
@@ -61,174 +79,205 @@ class Scratch(NamedTuple):
     dy: Any = None
 
 
-class Pair(NamedTuple):
-    """What a pair of blocks has with rows in lanes: references to dy (None where that is dz), delta and dq of its queries. After
-    `_turned` also dy in any case, q and k."""
+class RowRefs(NamedTuple):
+    """References to what VMEM holds of one block of rows; `dy` is None where dz is dy."""
 
     dy: Any
     delta: Any
     dq: Any
-    q: Any = None
-    k: Any = None
+
+
+class Operands(NamedTuple):
+    """Operands of matrix products with E in sublanes: [E, queries], [E, keys], and dy [E, queries] or a reference to it."""
+
+    q: jax.Array
+    k: jax.Array
+    dy: Any
 
 
 class _Products(NamedTuple):
-    """Of some queries, in lanes, and keys: the scores in powers of 2, and dP."""
+    """Base-2 scores and dP of some keys and queries, [keys, queries]."""
 
     s: jax.Array
     dp: jax.Array
 
 
-def kernel(grid: Grid, at, kinds: frozenset[int], *refs):
+def kernel(grid: BlockGrid, step_index: Callable[..., Any], kinds: frozenset[int], *refs: Any) -> None:
+    """One step: a block of queries of one head and a block of keys."""
     steps = Steps(*refs[: len(Steps._fields)])
-    x, dq_ref, dk_ref, dv_ref, delta_ref, total = refs[len(Steps._fields) :]
+    x, dq_ref, dk_ref, dv_ref, delta_ref, scratch = refs[len(Steps._fields) :]
     b, n = pl.program_id(0), pl.program_id(2)
-    flags = steps.flags[at(b, n)]
+    flags = steps.flags[step_index(b, n)]
     bq = grid.blocks.q
-    rows = pl.ds(pl.multiple_of(steps.row[n] * bq, bq), bq)
-    pair = Pair(None if total.dy is None else total.dy.at[:, rows], delta_ref.at[:, rows], total.dq.at[:, rows])
-    starts = grid.offset + steps.i[n] * bq, steps.j[n] * grid.blocks.kv
+    block = pl.ds(pl.multiple_of(steps.row[n] * bq, bq), bq)
+    dy_ref = None if scratch.dy is None else scratch.dy.at[:, block]
+    rows = RowRefs(dy_ref, delta_ref.at[:, block], scratch.dq.at[:, block])
+    origin = Origin(grid.offset + steps.i[n] * bq, steps.j[n] * grid.blocks.kv)
 
     @pl.when(flags & FIRST != 0)
-    def _():
-        total.dk[...] = jnp.zeros_like(total.dk)
-        total.dv[...] = jnp.zeros_like(total.dv) if x.dv is None else x.dv[...].T
+    def initialise_keys() -> None:
+        scratch.dk[...] = jnp.zeros_like(scratch.dk)
+        scratch.dv[...] = jnp.zeros_like(scratch.dv) if x.dv_start is None else x.dv_start[...].T
 
-    if not grid.triangular:
+    if not grid.triangular:  # else the first visit is on the diagonal
 
-        @pl.when(flags & NEW != 0)
-        def _():
-            _open(grid.call, slice(0, bq), x, pair, total)
+        @pl.when(flags & FIRST_VISIT != 0)
+        def initialise_rows() -> None:
+            _initialise_rows(grid.settings, slice(0, bq), x, rows, scratch)
 
     kind = flags & KIND
     if COMPUTE in kinds:
-        pl.when(kind == COMPUTE)(lambda: _block(grid, None, x, pair, total))
+        pl.when(kind == COMPUTE)(lambda: _accumulate_block(grid, None, x, rows, scratch))
     if COMPUTE | MASKED in kinds:
-        pl.when(kind == COMPUTE | MASKED)(lambda: _block(grid, starts, x, pair, total))
+        pl.when(kind == COMPUTE | MASKED)(lambda: _accumulate_block(grid, origin, x, rows, scratch))
     if KIND in kinds:
-        pl.when(kind == KIND)(lambda: _diagonal_block(grid, starts, x, pair, total))
+        pl.when(kind == KIND)(lambda: _initialise_and_accumulate_diagonal(grid, origin, x, rows, scratch))
 
-    @pl.when(flags & DONE != 0)
-    def _():
-        dq_ref[...] = (pair.dq[...] * grid.call.scale).astype(dq_ref.dtype).T
+    @pl.when(flags & LAST_VISIT != 0)
+    def store_dq() -> None:
+        dq_ref[...] = (rows.dq[...] * grid.settings.scale).astype(dq_ref.dtype).T
 
     @pl.when(flags & LAST != 0)
-    def _():
-        dk_ref[...] = (total.dk[...] * grid.call.scale).astype(dk_ref.dtype).T
-        dv_ref[...] = total.dv[...].astype(dv_ref.dtype).T
+    def store_dk_and_dv() -> None:
+        dk_ref[...] = (scratch.dk[...] * grid.settings.scale).astype(dk_ref.dtype).T
+        dv_ref[...] = scratch.dv[...].astype(dv_ref.dtype).T
 
 
-def _block(grid: Grid, starts, x: Inputs, pair: Pair, total: Scratch):
-    """A pair of blocks; `starts` (of queries, of keys) where some of it is hidden or on the diagonal."""
-    pair, pieces, ahead = _turned(x, pair), grid.blocks.pieces(), max(grid.blocks.parts - 1, 1)
-    # Made ahead, so that the matrix unit need not wait for the weights; one piece fewer than in the forward kernel costs least.
+def _accumulate_block(grid: BlockGrid, origin: Origin | None, x: Inputs, rows: RowRefs, scratch: Scratch) -> None:
+    """Adds a pair of blocks to dq, dk and dv; `origin` is None where the pair needs no mask."""
+    operands, pieces = _transposed_operands(x, rows), grid.blocks.pieces()
+    # Products are computed ahead, so that the matrix unit need not wait for the weights; one piece fewer than in the forward kernel
+    # costs least.
+    ahead = max(grid.blocks.pieces_per_row_slice - 1, 1)
     products: list[_Products] = []
-    for n, piece in enumerate(pieces):
-        products += [_products(grid.call, *later, x, pair) for later in pieces[len(products) : n + ahead]]
-        _piece(grid, starts, *piece, products[n], x, pair, total)
+    for n, (queries, keys) in enumerate(pieces):
+        products += [_products(grid.settings, *later, x, operands) for later in pieces[len(products) : n + ahead]]
+        _accumulate(grid, origin, queries, keys, products[n], None, x, operands, rows, scratch)
 
 
-def _diagonal_block(grid: Grid, starts, x: Inputs, pair: Pair, total: Scratch):
-    """The queries of a block on their own keys, the last ones first: no query before these keys sees them."""
-    size, pair = grid.blocks.diagonal, _turned(x, pair)
+def _initialise_and_accumulate_diagonal(grid: BlockGrid, origin: Origin, x: Inputs, rows: RowRefs, scratch: Scratch) -> None:
+    """The first visit to a block of rows, with their own keys, the last ones first: no query before these keys sees them."""
+    size, operands = grid.blocks.diagonal_compute, _transposed_operands(x, rows)
     pieces = [(slice(first, grid.blocks.q), slice(first, first + size)) for first in reversed(range(0, grid.blocks.kv, size))]
-    opened = [(_open(grid.call, own, x, pair, total), _products(grid.call, queries, own, x, pair)) for queries, own in pieces]
-    kept = jnp.array(False)
-    for (queries, own), (diagonal, products) in zip(pieces, opened, strict=True):
-        _piece(grid, starts, queries, own, products, x, pair, total, diagonal)
-        if diagonal is not None:
-            position = starts[0] + own.start + lax.broadcasted_iota(jnp.int32, diagonal.shape, 1)
-            kept |= jnp.min(jnp.where(position < grid.S, diagonal, 0).astype(jnp.float32)) < 0
-    if total.dy is not None:
-        pl.when(kept)(lambda: _keep(grid.call, x, total))
+    begun = [
+        (_initialise_rows(grid.settings, keys, x, rows, scratch), _products(grid.settings, queries, keys, x, operands))
+        for queries, keys in pieces
+    ]
+    some_row_keeps_its_diagonal = jnp.array(False)
+    for (queries, keys), (dropped_key, products) in zip(pieces, begun, strict=True):
+        _accumulate(grid, origin, queries, keys, products, dropped_key, x, operands, rows, scratch)
+        if dropped_key is not None:
+            position = origin.query + keys.start + lax.broadcasted_iota(jnp.int32, dropped_key.shape, 1)
+            least = jnp.min(jnp.where(position < grid.S, dropped_key, 0).astype(jnp.float32))
+            some_row_keeps_its_diagonal |= least < 0
+    if scratch.dy is not None:
+        pl.when(some_row_keeps_its_diagonal)(lambda: _add_dv_self_of_kept_diagonals(grid.settings, x, scratch))
 
 
-def _open(call: Call, own: slice, x: Inputs, pair: Pair, total: Scratch) -> jax.Array | None:
-    """Rows at their first visit: leaves in VMEM what the next ones need. With a projection returns, as [1, rows], the key that is
-    the row's own, counted within its 128 keys, or -1 where the row keeps its diagonal; without one None.
+def _initialise_rows(settings: Settings, own: slice, x: Inputs, rows: RowRefs, scratch: Scratch) -> jax.Array | None:
+    """The row-local half of the backward pass, for the rows `own` at their first visit; it leaves dq, dy and delta in VMEM.
 
-    The formulas are those of `fused._rows`, at alpha = 1. Of dv_self = -(c dy + b r z) the part with c is made with the products
-    of weights.
+    The formulas are those of `rows.row_gradients`, at alpha = 1. Of dv_self = -(c dy + b r z) the part with c is computed together
+    with the products of weights, in `_accumulate`.
+
+    Returns:
+      With a projection, [1, rows]: the row's own key, counted within its 128 keys, or -1 where the row keeps its diagonal. Without
+      one None.
     """
-    pair.dq[:, own] = jnp.zeros_like(pair.dq[:, own])
+    rows.dq[:, own] = jnp.zeros_like(rows.dq[:, own])
     if x.z is None:
-        pair.delta[:, own] = x.delta[:, own]
+        rows.delta[:, own] = x.delta[:, own]
         return None
     z, dz = (ref[own, :].T.astype(jnp.float32) for ref in (x.z, x.dz))
-    if total.dy is None:
-        pair.delta[:, own] = tile.row_sum(z * dz)
+    if scratch.dy is None:
+        rows.delta[:, own] = tile.row_sum(z * dz)
         return None
     v = x.v[own, :].T.astype(jnp.float32)
     n2 = tile.row_sum(v * v)
-    br = call.inverse(n2) * tile.row_sum(dz * v)
-    pair.dy[:, own] = (dz - br * v).astype(pair.dy.dtype)
+    br = settings.inverse(n2) * tile.row_sum(dz * v)
+    rows.dy[:, own] = (dz - br * v).astype(rows.dy.dtype)
     # delta = y . dy with y = z + c v, from the rounded dy: the main loop sees no other.
-    dy = pair.dy[:, own].astype(jnp.float32)
-    pair.delta[:, own] = tile.row_sum((z + x.stats[1:, own] * v) * dy)
-    total.dv[:, own] -= br * z
-    return jnp.where(call.exact(n2), lax.broadcasted_iota(jnp.int32, n2.shape, 1) % LANES, -1)
+    dy = rows.dy[:, own].astype(jnp.float32)
+    rows.delta[:, own] = tile.row_sum((z + x.stats[1:, own] * v) * dy)
+    scratch.dv[:, own] -= br * z
+    return jnp.where(settings.exact(n2), lax.broadcasted_iota(jnp.int32, n2.shape, 1) % LANES, -1)
 
 
-def _keep(call: Call, x: Inputs, total: Scratch):
-    """The part of dv_self that `_piece` does not make, in rows that keep their diagonal: -c (dz + b r v)."""
+def _add_dv_self_of_kept_diagonals(settings: Settings, x: Inputs, scratch: Scratch) -> None:
+    """In rows that keep their diagonal, the part of dv_self that `_accumulate` does not compute: -c (dz + b r v)."""
     v, dz = (ref[...].T.astype(jnp.float32) for ref in (x.v, x.dz))
     n2 = tile.row_sum(v * v)
-    kept_c = jnp.where(call.exact(n2), 0, x.stats[1:, :])
-    total.dv[...] -= kept_c * (dz + call.inverse(n2) * tile.row_sum(dz * v) * v)
+    kept_c = jnp.where(settings.exact(n2), 0, x.stats[1:, :])
+    scratch.dv[...] -= kept_c * (dz + settings.inverse(n2) * tile.row_sum(dz * v) * v)
 
 
-def _turned(x: Inputs, pair: Pair) -> Pair:
-    return pair._replace(q=x.q[...].T, k=x.k[...].T, dy=x.dz[...].T if pair.dy is None else pair.dy)
+def _transposed_operands(x: Inputs, rows: RowRefs) -> Operands:
+    return Operands(q=x.q[...].T, k=x.k[...].T, dy=x.dz[...].T if rows.dy is None else rows.dy)
 
 
-def _products(call: Call, queries: slice, keys: slice, x: Inputs, pair: Pair) -> _Products:
-    s = tile.scores(call, tile.dot(x.k[keys, :], pair.q[:, queries], tile.NN))
-    return _Products(s, tile.dot(x.v[keys, :], pair.dy[:, queries], tile.NN))
+def _products(settings: Settings, queries: slice, keys: slice, x: Inputs, operands: Operands) -> _Products:
+    s = tile.base2_scores(settings, tile.dot(x.k[keys, :], operands.q[:, queries], tile.NN))
+    return _Products(s, tile.dot(x.v[keys, :], operands.dy[:, queries], tile.NN))
 
 
-def _piece(
-    grid: Grid, starts, queries: slice, keys: slice, products: _Products, x: Inputs, pair: Pair, total: Scratch, diagonal=None
-):
-    """What some queries and keys add to dq, dk and dv; `diagonal` as `_open` returns it, if the first queries are these keys."""
-    call, (s, dp) = grid.call, products
-    q, k, dy = pair.q[:, queries], pair.k[:, keys], pair.dy[:, queries]
+def _accumulate(
+    grid: BlockGrid,
+    origin: Origin | None,
+    queries: slice,
+    keys: slice,
+    products: _Products,
+    dropped_key: jax.Array | None,
+    x: Inputs,
+    operands: Operands,
+    rows: RowRefs,
+    scratch: Scratch,
+) -> None:
+    """Adds some queries and keys to dq, dk and dv.
+
+    `dropped_key` is what `_initialise_rows` returns, where the first of these queries are these keys.
+    """
+    settings, (s, dp) = grid.settings, products
+    q, k, dy = operands.q[:, queries], operands.k[:, keys], operands.dy[:, queries]
     p_dv = p = jnp.exp2(s - x.stats[:1, queries] * LOG2E)
-    if starts is not None:
-        p_dv = p = _hide(grid, starts, queries, keys, x, p)
-        # Tokens and themselves: without weight in dv and without dP. In dv -c in its place is the part -c dy of dv_self.
-        if diagonal is not None:
+    if origin is not None:
+        p_dv = p = _masked(grid, origin, queries, keys, x, p)
+        # On the diagonal there is no weight in dv and no dP. In dv -c in its place is the part -c dy of dv_self.
+        if dropped_key is not None:
             c = x.stats[1:, keys]
-            p_dv, dp = _fill_diagonal(p, diagonal, -c), _fill_diagonal(dp, diagonal, jnp.zeros_like(c))
-        elif x.diagonal is not None:
-            k_position = starts[1] + keys.start + lax.broadcasted_iota(jnp.int32, s.shape, 0)
-            p_dv, dp = (jnp.where(tile.on_diagonal(k_position, x.diagonal[:, queries]), 0, kq) for kq in (p, dp))
-    total.dv[:, keys] += tile.dot(dy, p_dv.astype(dy.dtype), tile.NT)
-    ds = p * (dp - pair.delta[:, queries])
-    if call.softcap is not None:
-        ds *= 1 - (s * (1 / (call.softcap * LOG2E))) ** 2
+            p_dv, dp = _with_diagonal(p, dropped_key, -c), _with_diagonal(dp, dropped_key, jnp.zeros_like(c))
+        elif x.dropped_key is not None:
+            k_position = origin.key + keys.start + lax.broadcasted_iota(jnp.int32, s.shape, 0)
+            p_dv, dp = (jnp.where(tile.is_dropped(k_position, x.dropped_key[:, queries]), 0, kq) for kq in (p, dp))
+    scratch.dv[:, keys] += tile.dot(dy, p_dv.astype(dy.dtype), tile.NT)
+    ds = p * (dp - rows.delta[:, queries])
+    if settings.softcap is not None:
+        ds *= 1 - (s * (1 / (settings.softcap * LOG2E))) ** 2
     ds = ds.astype(q.dtype)
-    total.dk[:, keys] += tile.dot(q, ds, tile.NT)
-    pair.dq[:, queries] += tile.dot(k, ds, tile.NN)
+    scratch.dk[:, keys] += tile.dot(q, ds, tile.NT)
+    rows.dq[:, queries] += tile.dot(k, ds, tile.NN)
 
 
-def _hide(grid: Grid, starts, queries: slice, keys: slice, x: Inputs, p: jax.Array) -> jax.Array:
-    """`p` without the weights of keys that a query does not see."""
+def _masked(grid: BlockGrid, origin: Origin, queries: slice, keys: slice, x: Inputs, p: jax.Array) -> jax.Array:
+    """`p` with 0 where a query does not see a key."""
     # On the diagonal, causality alone hides keys only from queries among them.
-    alone = grid.triangular and x.q_ids is None and grid.call.window is None and keys.start == queries.start
-    some = p[:, : len(p)] if alone else p
-    q_position = starts[0] + queries.start + lax.broadcasted_iota(jnp.int32, some.shape, 1)
-    k_position = starts[1] + keys.start + lax.broadcasted_iota(jnp.int32, some.shape, 0)
-    seen = tile.visible(grid.call, q_position, k_position, grid.padding_from)
+    causality_alone = grid.triangular and x.q_ids is None and grid.settings.window is None and keys.start == queries.start
+    some = p[:, : len(p)] if causality_alone else p
+    q_position = origin.query + queries.start + lax.broadcasted_iota(jnp.int32, some.shape, 1)
+    k_position = origin.key + keys.start + lax.broadcasted_iota(jnp.int32, some.shape, 0)
+    shown = tile.visible(grid.settings, q_position, k_position, grid.num_keys)
     if x.q_ids is not None:
-        seen = tile.both(seen, tile.lanes(x.k_ids[keys, :], p.shape[1]) == x.q_ids[:, queries])
-    return p if seen is None else tile.join([jnp.where(seen, some, 0), p[:, some.shape[1] :]], axis=1)
+        shown = tile.both(shown, tile.repeat_lanes(x.k_ids[keys, :], p.shape[1]) == x.q_ids[:, queries])
+    if shown is None:
+        return p
+    return tile.concatenate_nonempty([jnp.where(shown, some, 0), p[:, some.shape[1] :]], axis=1)
 
 
-def _fill_diagonal(x: jax.Array, diagonal: jax.Array, new: jax.Array) -> jax.Array:
-    """`x`, in which key 0 and query 0 are one token, with `new` [1, keys] on the diagonal, except where `diagonal` is -1."""
+def _with_diagonal(x: jax.Array, dropped_key: jax.Array, new: jax.Array) -> jax.Array:
+    """`x` [keys, queries], whose first key is its first query, with `new` [1, keys] on the diagonal where it is dropped."""
     strips = []
     for first in range(0, len(x), LANES):
-        own = slice(first, first + LANES)
-        here = tile.on_diagonal(lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0), diagonal[:, own])
-        strips.append(tile.join([x[own, :first], jnp.where(here, new[:, own], x[own, own]), x[own, own.stop :]], axis=1))
-    return tile.join(strips, axis=0)
+        strip = slice(first, first + LANES)
+        dropped = tile.is_dropped(lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0), dropped_key[:, strip])
+        parts = [x[strip, :first], jnp.where(dropped, new[:, strip], x[strip, strip]), x[strip, strip.stop :]]
+        strips.append(tile.concatenate_nonempty(parts, axis=1))
+    return tile.concatenate_nonempty(strips, axis=0)

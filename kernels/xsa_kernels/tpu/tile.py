@@ -1,48 +1,51 @@
-"""What the forward and the backward kernel do alike to one tile of scores."""
+"""Operations on one tile of scores that the forward and the backward kernel share. Keys are in sublanes, queries in lanes."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from xsa_kernels.fused import Call
+from xsa_kernels import spec
+from xsa_kernels.request import Settings
+from xsa_kernels.spec import LOG2E
 
 LANES, SUBLANES = 128, 8
-LOG2E = 1.4426950408889634
+# Dimension numbers of `dot`: a @ b.T and a @ b.
 NT = (((1,), (1,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
 
 
-def dot(a: jax.Array, b: jax.Array, dims) -> jax.Array:
+class Origin(NamedTuple):
+    """The positions of the first query and of the first key of a pair of blocks."""
+
+    query: jax.Array
+    key: jax.Array
+
+
+def dot(a: jax.Array, b: jax.Array, dims: lax.DotDimensionNumbers) -> jax.Array:
     """A product with float32 sums; float32 inputs are not rounded to bfloat16."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def scores(call: Call, kq: jax.Array) -> jax.Array:
-    """log2(e) times the scores, from the products of keys and queries."""
-    if call.softcap is None:
-        return kq * (call.scale * LOG2E)
-    return jnp.tanh(kq * (call.scale / call.softcap)) * (call.softcap * LOG2E)
+def base2_scores(settings: Settings, kq: jax.Array) -> jax.Array:
+    """log2(e) times the scores, from the products of keys and queries: the hardware's exponential is a power of 2."""
+    if settings.softcap is None:
+        return kq * (settings.scale * LOG2E)
+    return jnp.tanh(kq * (settings.scale / settings.softcap)) * (settings.softcap * LOG2E)
 
 
-def visible(call: Call, q_position: jax.Array, k_position: jax.Array, num_keys: int | None) -> jax.Array | None:
-    """Whether a query sees a key, by position; None: it does. `num_keys` where the last key block is padded."""
-    seen = None
-    if call.causal:
-        seen = k_position <= q_position
-    if call.window is not None:
-        seen = both(seen, k_position > q_position - call.window)
-        if not call.causal:
-            seen = both(seen, k_position < q_position + call.window)
-    if num_keys is not None:
-        seen = both(seen, k_position < num_keys)
-    return seen
+def visible(settings: Settings, q_position: jax.Array, k_position: jax.Array, num_keys: int | None) -> jax.Array | None:
+    """Whether a query sees a key, by position; None: every query sees every key. `num_keys` is given where keys are padded."""
+    shown = spec.visible(settings, q_position, k_position)
+    return shown if num_keys is None else both(shown, k_position < num_keys)
 
 
-def on_diagonal(k_position: jax.Array, diagonal: jax.Array) -> jax.Array:
-    """Where the key is the query's own token; `diagonal` is that token's position, or -1 in rows that keep their diagonal."""
-    return k_position == diagonal
+def is_dropped(k_position: jax.Array, dropped_key: jax.Array) -> jax.Array:
+    """Where a weight on the diagonal is left out: `dropped_key` is the query's own position, or -1 if it keeps its diagonal."""
+    return k_position == dropped_key
 
 
 def row_sum(x: jax.Array) -> jax.Array:
@@ -51,24 +54,24 @@ def row_sum(x: jax.Array) -> jax.Array:
 
 
 def both(a: jax.Array | None, b: jax.Array) -> jax.Array:
+    """a & b, where None is true everywhere."""
     return b if a is None else a & b
 
 
 def generation() -> int | None:
-    """Of the TPU that a program is traced for, by the mesh or by jax's default backend; None where neither is a TPU."""
+    """The generation of the TPU that a program is traced for, by the mesh or by jax's default backend; None if neither is a TPU."""
     try:
         return pltpu.get_tpu_info().generation
     except ValueError:
         return None
 
 
-def join(parts: list[jax.Array], axis: int) -> jax.Array:
-    """Concatenates what is not empty."""
+def concatenate_nonempty(parts: list[jax.Array], axis: int) -> jax.Array:
     return jnp.concatenate([part for part in parts if part.size], axis)
 
 
-def lanes(x_128: jax.Array, width: int) -> jax.Array:
-    """A number per row, the same in each of 128 lanes, in `width` lanes."""
+def repeat_lanes(x_128: jax.Array, width: int) -> jax.Array:
+    """`x_128` holds one number per row in each of its 128 lanes; the result holds it in `width` lanes."""
     if width <= x_128.shape[1]:
         return x_128[:, :width]
     return jnp.tile(x_128, (1, -(-width // x_128.shape[1])))[:, :width]
