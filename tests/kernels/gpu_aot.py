@@ -121,15 +121,16 @@ def vjp_of(backend, features, E, H, K, T, dtype):
     import jax
     import jax.numpy as jnp
 
-    from xsa_kernels import MaskSpec, Projection, fused
+    from xsa_kernels import MaskSpec, Projection, frame
+    from xsa_kernels.request import make_request
 
     def both(q, k, v, dz, segment_ids, sinks):
         mask = MaskSpec(features.get("causal", True), features.get("window"), segment_ids)
 
         def attend(q, k, v):
-            return fused.attention(
-                backend, q, k, v, v, mask, features.get("xsa", Projection()), sinks, features.get("softcap"), E**-0.5
-            )
+            xsa, softcap = features.get("xsa", Projection()), features.get("softcap")
+            request = make_request(q, k, v, mask=mask, xsa=xsa, scale=E**-0.5, sinks_H=sinks, softcap=softcap)
+            return frame.attention(backend, request, None)
 
         z, vjp = jax.vjp(attend, q, k, v)
         return z, vjp(dz)

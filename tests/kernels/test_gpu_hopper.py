@@ -11,8 +11,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.kernels.cases import Variant, arrays, expected, rounded
-from xsa_kernels import MaskSpec, Projection, fused
+from xsa_kernels import MaskSpec, Projection, attention, frame
 from xsa_kernels.gpu import hopper, hopper_tile
+from xsa_kernels.request import make_request
 
 simulated = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the simulator of jax before 0.12 cannot run these kernels")
 
@@ -42,18 +43,22 @@ def attend(x, variant):
     sinks = None if variant.sinks is None else jnp.asarray(variant.sinks, jnp.float32)
     scale = x["q"].shape[-1] ** -0.5 if variant.scale is None else variant.scale
     v_self = x["v"] if variant.v_self is None else jnp.asarray(variant.v_self, x["v"].dtype)
-    return lambda q, k, v: fused.attention(
-        hopper.backend(interpret=True),
-        q,
-        k,
-        v,
-        v if variant.v_self is None else v_self,
-        variant.mask,
-        xsa,
-        sinks,
-        variant.softcap,
-        scale,
-    )
+
+    def attend(q, k, v):
+        request = make_request(
+            q,
+            k,
+            v,
+            mask=variant.mask,
+            xsa=xsa,
+            scale=scale,
+            sinks_H=sinks,
+            softcap=variant.softcap,
+            v_self_BTKE=v if variant.v_self is None else v_self,
+        )
+        return frame.attention(hopper.backend(interpret=True), request, None)
+
+    return attend
 
 
 FEATURES = {
@@ -141,11 +146,11 @@ def test_fewer_queries_than_keys(lengths, products):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"E": 72}, "head_dim=72"),
+        ({"E": 72}, "another multiple of 8 up to 256 as head_dim"),
         ({"dtype": jnp.float32}, "dtype=float32"),
     ],
 )
 def test_refuses_what_it_cannot(change, named):
     q = jax.ShapeDtypeStruct((1, 128, 2, change.get("E", 64)), change.get("dtype", jnp.bfloat16))
     with pytest.raises(ValueError, match=named):
-        jax.eval_shape(lambda q: fused.attention(hopper.backend(), q, q, q, q, MaskSpec(), Projection(), None, None, 1.0), q)
+        jax.eval_shape(lambda q: attention(q, q, q, xsa=Projection(), impl="hopper"), q)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.kernels.cases import Variant, arrays, assert_close, expected, rounded
-from xsa_kernels import MaskSpec, Projection, fused
+from xsa_kernels import MaskSpec, Projection, frame, rows
 from xsa_kernels.gpu import spans, triton, triton_body
+from xsa_kernels.request import Settings, make_request
 
 XSA = Variant(rule="clamp")
 
@@ -30,8 +31,18 @@ def _run(given, segment_ids, dz, static, tile):
     def loss(given):
         q, k, v = (given[name] for name in "qkv")
         xsa = None if rule is None else Projection(given.get("alpha", alpha), rule, eps)
-        own, scaled = given.get("v_self", v), q.shape[-1] ** -0.5 if scale is None else scale
-        z = fused.attention(backend, q, k, v, own, mask, xsa, given.get("sinks"), softcap, scaled)
+        request = make_request(
+            q,
+            k,
+            v,
+            mask=mask,
+            xsa=xsa,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            sinks_H=given.get("sinks"),
+            softcap=softcap,
+            v_self_BTKE=given.get("v_self", v),
+        )
+        z = frame.attention(backend, request, None)
         return jnp.sum(z.astype(jnp.float32) * dz), z
 
     (_, z), grads = jax.value_and_grad(loss, has_aux=True)(given)
@@ -127,19 +138,20 @@ def test_half_percent_in_every_regime(common, dtype):
         assert max(found.values()) <= 0.005, (pull, found)
 
 
-def _literal_delta(rows):
-    def mutated(call, z, c, own, alpha, dz):
-        dy, _, *rest = rows(call, z, c, own, alpha, dz)
-        return dy, jnp.einsum("BTHE,BTHE->BHT", z, dz, preferred_element_type=jnp.float32), *rest
+def _literal_delta(row_gradients):
+    def mutated(request, outputs, dz_BTHE):
+        found, *rest = row_gradients(request, outputs, dz_BTHE)
+        delta = jnp.einsum("BTHE,BTHE->BHT", outputs.z_BTHE, dz_BTHE, preferred_element_type=jnp.float32)
+        return found._replace(delta_BHT=delta), *rest
 
     return mutated
 
 
 def _own_gradient(change):
-    def mutate(rows):
+    def mutate(row_gradients):
         def mutated(*args):
-            dy, delta, dv_self, *rest = rows(*args)
-            return dy, delta, change(dv_self), *rest
+            found, *rest = row_gradients(*args)
+            return found._replace(dv_start_BTKE=change(found.dv_start_BTKE)), *rest
 
         return mutated
 
@@ -147,13 +159,13 @@ def _own_gradient(change):
 
 
 MUTATIONS = {
-    "delta from z and dz": (fused, "_rows", _literal_delta),
-    "no gradient of the own value": (fused, "_rows", _own_gradient(jnp.zeros_like)),
-    "own gradient to the wrong head": (fused, "_rows", _own_gradient(lambda dv: jnp.roll(dv, 1, axis=2))),
+    "delta from z and dz": (rows, "row_gradients", _literal_delta),
+    "no gradient of the own value": (rows, "row_gradients", _own_gradient(jnp.zeros_like)),
+    "own gradient to the wrong head": (rows, "row_gradients", _own_gradient(lambda dv: jnp.roll(dv, 1, axis=2))),
     "diagonal off by one": (
         triton_body,
         "_dropped",
-        lambda dropped: lambda plan, rows, columns, *rest, **axis: dropped(plan, rows, columns + 1, *rest, **axis),
+        lambda dropped: lambda grid, rows, columns, *rest, **axis: dropped(grid, rows, columns + 1, *rest, **axis),
     ),
 }
 
@@ -214,15 +226,15 @@ def test_finite_at_extreme_values(size):
     ("T", "S", "t", "s"), [(45, 45, 16, 16), (45, 45, 8, 16), (45, 45, 16, 8), (19, 45, 8, 16), (64, 64, 16, 16)]
 )
 def test_spans(T, S, t, s, causal, window, drop):
-    """Blocks outside the spans are hidden, blocks said to be clean need no mask, and no span is longer than it must be."""
-    call = fused.Call(causal, window, None, 1.0, "clamp", 1e-12, drop and T == S)
-    plan = spans.Plan(call, T, S, 16, t, s, segments=False)
+    """Blocks outside the spans are hidden, blocks said to be unmasked need no mask, and no span is longer than it must be."""
+    settings = Settings(causal, window, None, 1.0, "clamp", 1e-12, drop and T == S)
+    grid = spans.BlockGrid(settings, T, S, 16, t, s, segments=False)
     N, M = -(-T // t), -(-S // s)
     i, j = np.arange(N * t)[:, None] + S - T, np.arange(M * s)[None]
     seen = (j <= i if causal else True) & ((j > i - window) & (j < i + window) if window else True)
     seen = np.broadcast_to(seen, (N * t, M * s))
     some = (seen & (i < S) & (j < S)).reshape(N, t, M, s)
-    unmasked = seen & ~((i == j) & call.drop_diagonal)
+    unmasked = seen & ~((i == j) & settings.drop_diagonal)
     for_keys = ((unmasked & (j < S)) | (i >= S)).reshape(N, t, M, s).all((1, 3))
     for_queries = ((unmasked & (i < S)) | (j >= S)).reshape(N, t, M, s).all((1, 3))
     some = some.any((1, 3))
@@ -231,18 +243,18 @@ def test_spans(T, S, t, s, causal, window, drop):
         (spans.query_spans, M, some.T, for_queries.T),
     ):
         for block in range(n):
-            start, clean, own, after_own, masked, stop = (int(x) for x in of(plan, block, None))
-            assert start <= clean <= own <= after_own <= masked <= stop
+            start, first, diagonal, after_diagonal, masked, stop = (int(x) for x in of(grid, block, None))
+            assert start <= first <= diagonal <= after_diagonal <= masked <= stop
             shown = np.flatnonzero(visible[block])
             assert shown.size == 0 or (start <= shown[0] and shown[-1] < stop)
             assert stop - start <= (shown[-1] - shown[0] + 1 if shown.size else 0)
-            assert all(unmasked[block, b] for b in [*range(clean, own), *range(after_own, masked)])
+            assert all(unmasked[block, b] for b in [*range(first, diagonal), *range(after_diagonal, masked)])
 
 
 def test_segment_spans():
     ids = jnp.asarray([[0] * 20 + [1] * 25 + [2] * 19], jnp.int32)
-    plan = spans.Plan(fused.Call(False, None, None, 1.0, None, 0.0, False), 64, 64, 16, 16, 8, segments=True)
-    assert spans.segment_spans(plan, ids, of_keys=False).tolist() == [[[0, 3], [0, 6], [2, 8], [5, 8]]]
-    assert spans.segment_spans(plan, ids, of_keys=True).tolist() == [
+    grid = spans.BlockGrid(Settings(False, None, None, 1.0, None, 0.0), 64, 64, 16, 16, 8, segments=True)
+    assert spans.segment_spans(grid, ids, of_keys=False).tolist() == [[[0, 3], [0, 6], [2, 8], [5, 8]]]
+    assert spans.segment_spans(grid, ids, of_keys=True).tolist() == [
         [[0, 2], [0, 2], [0, 3], [1, 3], [1, 3], [1, 4], [2, 4], [2, 4]]
     ]
