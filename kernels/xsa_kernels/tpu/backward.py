@@ -6,7 +6,7 @@ into chunks.
 
 The key blocks are visited from the last to the first. Under a causal mask a block of queries then meets its own tokens first, and
 the row-local half of the backward pass (`rows`) happens there, hidden behind the matrix products: the values at hand are the rows'
-own, dy and delta stay in VMEM for the visits that follow, and dv starts where it must.
+own, dy and delta stay in VMEM for the visits that follow, and dv starts from the gradient that the projection gives it.
 """
 
 import functools
@@ -168,7 +168,7 @@ def _arrays(grid: BlockGrid, request: Request, rows: _Rows, dv_start_BTKE: jax.A
     if dv_start_BTKE is not None:
         arrays = arrays._replace(dv_start=schedule.heads_first(dv_start_BTKE, grid.padded_S))
     if request.segment_ids_BS is not None:
-        q_ids, k_ids = schedule.ids_for_keys_first(request.segment_ids_BS, grid)
+        q_ids, k_ids = schedule.ids_for_tiles(request.segment_ids_BS, grid)
         arrays = arrays._replace(q_ids=q_ids, k_ids=k_ids)
     return arrays
 

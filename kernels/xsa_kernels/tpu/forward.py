@@ -132,7 +132,7 @@ def _inputs(grid: BlockGrid, step_index: Callable[..., Any], request: Request) -
         arrays = arrays._replace(v_self=schedule.heads_first(v_self_BTKE, grid.padded_T))
         specs = specs._replace(v_self=pl.BlockSpec((None, None, bq, E), lambda b, h, n, i, *_: (b, h // G, i[n], 0)))
     if request.segment_ids_BS is not None:
-        q_ids, k_ids = schedule.ids_for_keys_first(request.segment_ids_BS, grid)
+        q_ids, k_ids = schedule.ids_for_tiles(request.segment_ids_BS, grid)
         arrays = arrays._replace(q_ids=q_ids, k_ids=k_ids)
         specs = specs._replace(
             q_ids=pl.BlockSpec((None, 1, bq), lambda b, h, n, i, *_: (b, 0, i[n])),

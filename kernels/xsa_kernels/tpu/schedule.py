@@ -170,7 +170,7 @@ def with_segments(
       i: the query block of each step.
       j: the key block of each step.
       flags: the flags of each step without segments.
-      loaded: the block that each step's inner loop reads.
+      loaded: the block of the inner loop that each step reads.
     """
     if segment_ids_BS is None:
         return jnp.asarray(flags), jnp.asarray(loaded)
@@ -202,8 +202,8 @@ def padded_ids(segment_ids_BS: jax.Array, grid: BlockGrid) -> tuple[jax.Array, j
     )
 
 
-def ids_for_keys_first(segment_ids_BS: jax.Array, grid: BlockGrid) -> tuple[jax.Array, jax.Array]:
-    """The padded ids of queries in lanes, [B, 1, T], and of keys in sublanes, repeated over the lanes, [B, S, 128]."""
+def ids_for_tiles(segment_ids_BS: jax.Array, grid: BlockGrid) -> tuple[jax.Array, jax.Array]:
+    """The padded ids as tiles of scores need them: of queries in lanes, [B, 1, T], of keys in sublanes, in each of 128 lanes."""
     q_ids, k_ids = padded_ids(segment_ids_BS, grid)
     return q_ids[:, None], jnp.broadcast_to(k_ids[:, :, None], (*k_ids.shape, LANES))
 
