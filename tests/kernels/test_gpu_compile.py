@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(bool(missing) and "GATES" not in os.environ, rea
 def compiled(architecture: str, kind: str) -> dict[str, dict[str, dict[str, int]]]:
     """Case -> kernel -> registers and bytes spilled, of each case that compiled."""
     command = [sys.executable, "-m", "tests.kernels.gpu_aot", architecture, kind]
-    process = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800)
+    env = dict(os.environ, PYTHONPATH=f"{REPO}{os.pathsep}{REPO / 'kernels'}")
+    process = subprocess.run(command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800)
     assert process.returncode == 0, process.stdout[-4000:]
     found, report = {}, ""
     for line in process.stdout.splitlines(keepends=True):
