@@ -141,26 +141,26 @@ def test_half_percent_in_every_regime(common):
 def _with(fault):
     """`backward_body._initialise_rows` followed by a fault in what it leaves behind."""
 
-    def faulty(settings, own, x, rows, scratch, *, honest=backward_body._initialise_rows):
-        before = scratch.dv[:, own]
-        dropped_key = honest(settings, own, x, rows, scratch)
-        fault(own, x, rows, scratch, before)
+    def faulty(settings, part, x, rows, scratch, *, honest=backward_body._initialise_rows):
+        before = scratch.dv[:, part]
+        dropped_key = honest(settings, part, x, rows, scratch)
+        fault(part, x, rows, scratch, before)
         return dropped_key
 
     return faulty
 
 
-def _literal_delta(own, x, rows, scratch, before):
-    z, dz = (ref[own, :].T.astype(jnp.float32) for ref in (x.z, x.dz))
-    rows.delta[:, own] = jnp.sum(z * dz, axis=0, keepdims=True)
+def _literal_delta(part, x, rows, scratch, before):
+    z, dz = (ref[part, :].T.astype(jnp.float32) for ref in (x.z, x.dz))
+    rows.delta[:, part] = jnp.sum(z * dz, axis=0, keepdims=True)
 
 
-def _no_dv_self(own, x, rows, scratch, before):
-    scratch.dv[:, own] = before
+def _no_dv_self(part, x, rows, scratch, before):
+    scratch.dv[:, part] = before
 
 
-def _next_rows_dv_self(own, x, rows, scratch, before):
-    scratch.dv[:, own] = before + jnp.roll(scratch.dv[:, own] - before, 1, axis=1)
+def _next_rows_dv_self(part, x, rows, scratch, before):
+    scratch.dv[:, part] = before + jnp.roll(scratch.dv[:, part] - before, 1, axis=1)
 
 
 def _next_diagonal(k_position, dropped_key):

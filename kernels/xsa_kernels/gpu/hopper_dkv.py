@@ -28,14 +28,14 @@ class _Shared(NamedTuple):
       kv: a tile of each computing warpgroup's own keys, and one of their values, which take dk and dv in the end.
       q_dy: rings of query blocks and of their dy.
       numbers: rings of the log-sum-exp, of delta and, with segments, of the ids of the queries.
-      own_ready: `kv` is loaded.
+      kv_ready: `kv` is loaded.
       ready, consumed: a slot of the rings is loaded, or may be loaded again.
     """
 
     kv: tuple[Any, Any]
     q_dy: tuple[Any, Any]
     numbers: list[Any]
-    own_ready: Any
+    kv_ready: Any
     ready: Any
     consumed: Any
 
@@ -60,14 +60,14 @@ def launch(grid: BlockGrid, inputs: dict[str, Any], interpret: bool) -> tuple[ja
     """dk and dv, as long as the inputs k and v."""
     k = jax.ShapeDtypeStruct(inputs["k"].shape, inputs["k"].dtype)
     slots = 3
-    own = plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS, grid.E), k.dtype, transforms=tile.tiling(grid.E))
+    tiles = plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS, grid.E), k.dtype, transforms=tile.tiling(grid.E))
     ring = plgpu.SMEM((slots, ROWS, grid.E), k.dtype, transforms=tile.tiling(grid.E))
     numbers = [plgpu.SMEM((slots, ROWS), kind) for kind in (jnp.float32, jnp.float32, *([jnp.int32] if grid.segments else []))]
     shared = _Shared(
-        kv=(own, own),
+        kv=(tiles, tiles),
         q_dy=(ring, ring),
         numbers=numbers,
-        own_ready=plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE_WARPGROUPS),
+        kv_ready=plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE_WARPGROUPS),
         ready=plgpu.Barrier(num_arrivals=2 + len(numbers), num_barriers=slots),
         consumed=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=slots),
     )
@@ -97,24 +97,24 @@ def _kernel(grid: BlockGrid, refs: Any, shared: _Shared) -> None:
 def _compute(grid: BlockGrid, program: _Program, wg: jax.Array, segment_spans: Any, refs: Any, shared: _Shared) -> None:
     """What a computing warpgroup does for its 64 keys."""
     batch, block, kv_head, group_size = program
-    keys = pl.ds(block * grid.block_s + wg * ROWS, ROWS)
-    kv, ready, layout = [buffer.at[wg] for buffer in shared.kv], shared.own_ready.at[wg], tile.row_layout()
+    at = pl.ds(block * grid.block_s + wg * ROWS, ROWS)
+    kv, ready, layout = [buffer.at[wg] for buffer in shared.kv], shared.kv_ready.at[wg], tile.row_layout()
     for source, buffer in zip((refs.k, refs.v), kv, strict=True):
-        plgpu.copy_gmem_to_smem(source.at[batch, keys, kv_head], buffer, ready)
-    own = _Keys(
-        keeps_diagonal=None if refs.keeps_diagonal is None else tile.load(refs.keeps_diagonal.at[batch, kv_head, keys], layout),
-        k_ids=tile.load(refs.k_ids.at[batch, keys], layout) if grid.segments else None,
+        plgpu.copy_gmem_to_smem(source.at[batch, at, kv_head], buffer, ready)
+    keys = _Keys(
+        keeps_diagonal=None if refs.keeps_diagonal is None else tile.load(refs.keeps_diagonal.at[batch, kv_head, at], layout),
+        k_ids=tile.load(refs.k_ids.at[batch, at], layout) if grid.segments else None,
     )
     dk = tile.zeros(ROWS, grid.E)
-    dv = dk if refs.dv_start is None else tile.load(refs.dv_start.at[batch, keys, kv_head], plgpu.Layout.WGMMA)
+    dv = dk if refs.dv_start is None else tile.load(refs.dv_start.at[batch, at, kv_head], plgpu.Layout.WGMMA)
     plgpu.barrier_wait(ready)
-    step = functools.partial(_add_query_block, grid, block, own, shared)
+    step = functools.partial(_add_query_block, grid, block, keys, shared)
     dk, dv = _sweep_group(query_spans(grid, block, segment_spans), group_size, step, (dk, dv))
     plgpu.commit_smem()
     for value, buffer, target in zip((dk * grid.settings.scale, dv), kv, (refs.dk, refs.dv), strict=True):
         buffer[...] = value.astype(buffer.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, target.at[batch, keys, kv_head])
+        plgpu.copy_smem_to_gmem(buffer, target.at[batch, at, kv_head])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -157,7 +157,7 @@ def _sweep_group(spans: Spans, group_size: jax.Array, step: Callable[..., Any], 
 def _add_query_block(
     grid: BlockGrid,
     block: jax.Array,
-    own: _Keys,
+    keys: _Keys,
     shared: _Shared,
     n: jax.Array,
     carry: tuple[jax.Array, jax.Array],
@@ -177,11 +177,11 @@ def _add_query_block(
     if masked_block is not None:
         key, query = tile.positions(block * grid.block_s + wg * ROWS, masked_block * grid.block_t + grid.offset, s.shape)
         shown = scores.visible(grid, query, key)
-        if own.k_ids is not None:
-            shown &= along_rows(own.k_ids, s.shape) == along_columns(tile.load(q_ids[0], tile.column_layout()), s.shape)
+        if keys.k_ids is not None:
+            shown &= along_rows(keys.k_ids, s.shape) == along_columns(tile.load(q_ids[0], tile.column_layout()), s.shape)
         p, slope = lax.optimization_barrier((jnp.where(shown, p, 0.0), jnp.where(shown, slope, 0.0)))
-        if own.keeps_diagonal is not None:
-            dropped = (query == key) & (along_rows(own.keeps_diagonal, s.shape) == 0)
+        if keys.keeps_diagonal is not None:
+            dropped = (query == key) & (along_rows(keys.keeps_diagonal, s.shape) == 0)
             p, dp = jnp.where(dropped, 0.0, p), jnp.where(dropped, 0.0, dp)
     # In this order the fewest numbers are alive at once.
     p, dp, slope = lax.optimization_barrier((p.astype(q.dtype), dp, slope))

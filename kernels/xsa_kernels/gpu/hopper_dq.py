@@ -24,7 +24,7 @@ class _Shared(NamedTuple):
     Attributes:
       q, dy: a tile of each computing warpgroup's own queries; `q` takes dq in the end.
       k, v: rings of key blocks.
-      own_ready: `q` and `dy` are loaded.
+      rows_ready: `q` and `dy` are loaded.
       ready, consumed: a slot of `k` (or of `v`) is loaded, or may be loaded again.
     """
 
@@ -32,7 +32,7 @@ class _Shared(NamedTuple):
     dy: Any
     k: Any
     v: Any
-    own_ready: Any
+    rows_ready: Any
     ready: tuple[Any, Any]
     consumed: tuple[Any, Any]
 
@@ -50,15 +50,15 @@ def launch(grid: BlockGrid, inputs: dict[str, Any], interpret: bool) -> jax.Arra
     """dq, as long as the input q."""
     q = jax.ShapeDtypeStruct(inputs["q"].shape, inputs["q"].dtype)
     slots = min(3, pl.cdiv(grid.S, KEYS))
-    own = plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS, grid.E), q.dtype, transforms=tile.tiling(grid.E))
+    tiles = plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS, grid.E), q.dtype, transforms=tile.tiling(grid.E))
     ring = plgpu.SMEM((slots, KEYS, grid.E), q.dtype, transforms=tile.tiling(grid.E))
     loaded, used = plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=slots)
     shared = _Shared(
-        q=own,
-        dy=own,
+        q=tiles,
+        dy=tiles,
         k=ring,
         v=ring,
-        own_ready=plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE_WARPGROUPS),
+        rows_ready=plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE_WARPGROUPS),
         ready=(loaded, loaded),
         consumed=(used, used),
     )
@@ -87,24 +87,24 @@ def _kernel(grid: BlockGrid, refs: Any, shared: _Shared) -> None:
 def _compute(grid: BlockGrid, program: Program, wg: jax.Array, segment_spans: Any, refs: Any, shared: _Shared) -> None:
     """What a computing warpgroup does for its 64 queries."""
     batch, _, head, kv_head = program
-    rows = pl.ds(program.block * grid.block_t + wg * ROWS, ROWS)
-    q, dy, ready = shared.q.at[wg], shared.dy.at[wg], shared.own_ready.at[wg]
-    plgpu.copy_gmem_to_smem(refs.q.at[batch, rows, head], q, ready)
-    plgpu.copy_gmem_to_smem(refs.dy.at[batch, rows, head], dy, ready)
+    t = pl.ds(program.block * grid.block_t + wg * ROWS, ROWS)
+    q, dy, ready = shared.q.at[wg], shared.dy.at[wg], shared.rows_ready.at[wg]
+    plgpu.copy_gmem_to_smem(refs.q.at[batch, t, head], q, ready)
+    plgpu.copy_gmem_to_smem(refs.dy.at[batch, t, head], dy, ready)
     layout = tile.row_layout()
-    own = _Rows(
-        lse=tile.load(refs.lse.at[batch, head, rows], layout) * LOG2E,
-        delta=tile.load(refs.delta.at[batch, head, rows], layout),
-        keeps_diagonal=None if refs.keeps_diagonal is None else tile.load(refs.keeps_diagonal.at[batch, kv_head, rows], layout),
-        q_ids=tile.load(refs.q_ids.at[batch, rows], layout) if grid.segments else None,
+    rows = _Rows(
+        lse=tile.load(refs.lse.at[batch, head, t], layout) * LOG2E,
+        delta=tile.load(refs.delta.at[batch, head, t], layout),
+        keeps_diagonal=None if refs.keeps_diagonal is None else tile.load(refs.keeps_diagonal.at[batch, kv_head, t], layout),
+        q_ids=tile.load(refs.q_ids.at[batch, t], layout) if grid.segments else None,
     )
     sweep = Sweep.over(key_spans(grid, program.block, segment_spans))
     plgpu.barrier_wait(ready)
-    dq = sweep.run(functools.partial(_add_key_block, grid, program, sweep, own, refs, shared), tile.zeros(ROWS, grid.E))
+    dq = sweep.run(functools.partial(_add_key_block, grid, program, sweep, rows, refs, shared), tile.zeros(ROWS, grid.E))
     plgpu.commit_smem()
     q[...] = (dq * grid.settings.scale).astype(q.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q, refs.dq.at[batch, rows, head])
+    plgpu.copy_smem_to_gmem(q, refs.dq.at[batch, t, head])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -112,7 +112,7 @@ def _add_key_block(
     grid: BlockGrid,
     program: Program,
     sweep: Sweep,
-    own: _Rows,
+    rows: _Rows,
     refs: Any,
     shared: _Shared,
     n: jax.Array,
@@ -127,18 +127,18 @@ def _add_key_block(
     s, dp = tile.products((shared.q.at[wg], shared.k.at[slot]), (shared.dy.at[wg], shared.v.at[slot]))
     plgpu.barrier_arrive(shared.consumed[1].at[slot])
     s, factor = scores.base2_scores(grid.settings, s)
-    p = jnp.exp2(s * factor - along_rows(own.lse, s.shape))
+    p = jnp.exp2(s * factor - along_rows(rows.lse, s.shape))
     if masked:
         first_key = sweep.masked_block(n) * KEYS
         query, key = tile.positions(program.block * grid.block_t + wg * ROWS + grid.offset, first_key, s.shape)
         shown = scores.visible(grid, query, key)
-        if own.q_ids is not None:
+        if rows.q_ids is not None:
             k_ids = tile.load(refs.k_ids.at[program.batch, pl.ds(first_key, KEYS)], tile.column_layout())
-            shown &= along_rows(own.q_ids, s.shape) == along_columns(k_ids, s.shape)
+            shown &= along_rows(rows.q_ids, s.shape) == along_columns(k_ids, s.shape)
         p = jnp.where(shown, p, 0.0)
-        if own.keeps_diagonal is not None:
-            dp = jnp.where(query == key, dp * along_rows(own.keeps_diagonal, dp.shape), dp)
-    ds = p * (dp - along_rows(own.delta, s.shape))
+        if rows.keeps_diagonal is not None:
+            dp = jnp.where(query == key, dp * along_rows(rows.keeps_diagonal, dp.shape), dp)
+    ds = p * (dp - along_rows(rows.delta, s.shape))
     if grid.settings.softcap is not None:
         ds *= 1.0 - s * s
     (dq,) = tile.add_products((dq, ds.astype(shared.k.dtype), shared.k.at[slot]))

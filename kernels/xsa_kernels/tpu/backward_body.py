@@ -156,7 +156,7 @@ def _accumulate_block(grid: BlockGrid, origin: Origin | None, x: Inputs, rows: R
 
 
 def _initialise_and_accumulate_diagonal(grid: BlockGrid, origin: Origin, x: Inputs, rows: RowRefs, scratch: Scratch) -> None:
-    """The first visit to a block of rows, with their own keys, the last ones first: no query before these keys sees them."""
+    """The first visit to a block of rows, which is on the diagonal: the last keys first, each with the queries that see them."""
     size, operands = grid.blocks.diagonal_compute, _transposed_operands(x, rows)
     pieces = [(slice(first, grid.blocks.q), slice(first, first + size)) for first in reversed(range(0, grid.blocks.kv, size))]
     begun = [
@@ -174,8 +174,8 @@ def _initialise_and_accumulate_diagonal(grid: BlockGrid, origin: Origin, x: Inpu
         pl.when(some_row_keeps_its_diagonal)(lambda: _add_dv_self_of_kept_diagonals(grid.settings, x, scratch))
 
 
-def _initialise_rows(settings: Settings, own: slice, x: Inputs, rows: RowRefs, scratch: Scratch) -> jax.Array | None:
-    """The row-local half of the backward pass, for the rows `own` at their first visit; it leaves dq, dy and delta in VMEM.
+def _initialise_rows(settings: Settings, part: slice, x: Inputs, rows: RowRefs, scratch: Scratch) -> jax.Array | None:
+    """The row-local half of the backward pass, for part of a block of rows at its first visit; dy and delta stay in VMEM.
 
     The formulas are those of `rows.row_gradients`, at alpha = 1. Of dv_self = -(c dy + b r z) the part with c is computed together
     with the products of weights, in `_accumulate`.
@@ -184,22 +184,22 @@ def _initialise_rows(settings: Settings, own: slice, x: Inputs, rows: RowRefs, s
       With a projection, [1, rows]: the row's own key, counted within its 128 keys, or -1 where the row keeps its diagonal. Without
       one None.
     """
-    rows.dq[:, own] = jnp.zeros_like(rows.dq[:, own])
+    rows.dq[:, part] = jnp.zeros_like(rows.dq[:, part])
     if x.z is None:
-        rows.delta[:, own] = x.delta[:, own]
+        rows.delta[:, part] = x.delta[:, part]
         return None
-    z, dz = (ref[own, :].T.astype(jnp.float32) for ref in (x.z, x.dz))
+    z, dz = (ref[part, :].T.astype(jnp.float32) for ref in (x.z, x.dz))
     if scratch.dy is None:
-        rows.delta[:, own] = tile.row_sum(z * dz)
+        rows.delta[:, part] = tile.row_sum(z * dz)
         return None
-    v = x.v[own, :].T.astype(jnp.float32)
+    v = x.v[part, :].T.astype(jnp.float32)
     n2 = tile.row_sum(v * v)
     br = settings.inverse(n2) * tile.row_sum(dz * v)
-    rows.dy[:, own] = (dz - br * v).astype(rows.dy.dtype)
+    rows.dy[:, part] = (dz - br * v).astype(rows.dy.dtype)
     # delta = y . dy with y = z + c v, from the rounded dy: the main loop sees no other.
-    dy = rows.dy[:, own].astype(jnp.float32)
-    rows.delta[:, own] = tile.row_sum((z + x.stats[1:, own] * v) * dy)
-    scratch.dv[:, own] -= br * z
+    dy = rows.dy[:, part].astype(jnp.float32)
+    rows.delta[:, part] = tile.row_sum((z + x.stats[1:, part] * v) * dy)
+    scratch.dv[:, part] -= br * z
     return jnp.where(settings.exact(n2), lax.broadcasted_iota(jnp.int32, n2.shape, 1) % LANES, -1)
 
 
