@@ -8,6 +8,7 @@ READY := $(VENV)/installed
 GATES_VENV ?= .venv-gates
 GATES_RUN := $(GATES_VENV)/bin/python
 GATES_READY := $(GATES_VENV)/installed
+GATES_TESTS := tests/kernels/test_gpu_compile.py tests/kernels/test_tpu_compile.py tests/train/test_topology.py
 
 DEMO := runs/demo
 # Extra flags of both demo trainings; a quick look: --config.train.num_steps=20 --config.optim.warmup_steps=5
@@ -36,9 +37,9 @@ test: $(READY)
 test-fast: $(READY)
 	$(RUN) -m pytest -n auto --dist loadfile -m fast
 
-## Compile the kernels for every TPU and GPU they are written for, and compare their cost on TPUs with the stored one.
+## Compile kernels and a train step for TPUs and GPUs that need not be here, and compare the kernels' cost with the stored one.
 gates: $(GATES_READY)
-	GATES=required $(GATES_RUN) -m pytest -n auto --dist worksteal tests/kernels/test_gpu_compile.py tests/kernels/test_tpu_compile.py
+	GATES=required $(GATES_RUN) -m pytest -n auto --dist worksteal $(GATES_TESTS)
 	PYTHONPATH=kernels $(GATES_RUN) benchmarks/tpu_bundles.py --check benchmarks/results/tpu_bundles.json
 
 lint: $(READY)

@@ -1,11 +1,13 @@
 """eval.py as people use it: on a run that train.py made, and misused. Each call is a process of its own."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,8 +15,9 @@ from tests.data.helpers import text_store
 from tests.helpers import REPO, subprocess_env
 from xsa_jax.data.store import read_meta, write_meta
 from xsa_jax.errors import UserError
-from xsa_jax.evaluate import loss, report
+from xsa_jax.evaluate import generate, loss, report
 from xsa_jax.evaluate.restore import restore
+from xsa_jax.evaluate.similarity import similarity
 
 STEPS = 6
 TEXTS = [f"{i}: the cat sat on mat {i * i % 97}. " * (1 + i % 4) for i in range(120)]
@@ -75,6 +78,19 @@ def test_eight_devices_find_the_same_in_an_earlier_step(folder, evaluated):
     assert sums.loss() == pytest.approx(evaluated[1]["losses"][0]["loss"], rel=1e-5)
     assert restored.params["embed"].shape == latest.params["embed"].shape
     assert not np.array_equal(restored.params["embed"], latest.params["embed"])
+
+
+def test_eight_devices_take_any_number_of_rows_and_samples(folder, evaluated):
+    """Neither has to divide over the devices: every device then computes all rows."""
+    many = restore(folder / "run", None, str(folder / "text" / "store"))
+    alone = dataclasses.replace(many, params=jax.device_put(many.params, jax.devices()[0]))
+    probe = next(many.held_out(32, 3, 3).iterate())
+    found, expected = (similarity(one.model, one.params, probe) for one in (many, alone))
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
+    texts, same = (generate.samples(one, "the", 3, 4, 0.0, 0, 0) for one in (many, alone))
+    assert texts == same
+    assert len(texts) == 3
 
 
 @pytest.mark.parametrize("item", ["-3", "0", "x", ""])
