@@ -109,7 +109,7 @@ def test_grouped_queries_equal_repeated_key_value_heads(kv_heads, overrides):
     repeated = jax.tree.map(lambda x: x, params)
     for name in "kv":
         repeated["blocks"]["attention"][name] = jnp.repeat(params["blocks"]["attention"][name], 4 // kv_heads, axis=2)
-    tokens_BT = random_batch(grouped.config)["tokens"]
+    tokens_BT = random_batch(tiny_config())["tokens"]
     np.testing.assert_allclose(_logits(grouped, params, tokens_BT), _logits(full, repeated, tokens_BT), atol=1e-5)
 
 
@@ -120,7 +120,7 @@ def test_gradients_are_finite_where_every_value_is_zero(zero_rule, impl):
     model = model_of(tiny_config(XSA | {"attention.xsa.zero_rule": zero_rule, "attention.impl": impl, "model.num_layers": 1}))
     params = random_params(model)
     params["blocks"]["attention"]["v"] = jnp.zeros_like(params["blocks"]["attention"]["v"])
-    nll, grads = _grad(model)(params, random_batch(model.config, documents=3))
+    nll, grads = _grad(model)(params, random_batch(tiny_config(), documents=3))
     assert jnp.isfinite(nll)
     for name, gradient in _leaves(grads).items():
         assert jnp.isfinite(gradient).all(), name
@@ -132,7 +132,7 @@ def test_the_gate_learns_from_its_start_at_zero():
     params = random_params(model)
     gates = params["blocks"]["attention"]
     gates["gate"] = jnp.zeros_like(gates["gate"])
-    _, grads = _grad(model)(params, random_batch(model.config))
+    _, grads = _grad(model)(params, random_batch(tiny_config()))
     assert (jnp.abs(grads["blocks"]["attention"]["gate"]) > 1e-4).all()
 
 
@@ -165,7 +165,7 @@ def test_the_program_does_not_grow_with_depth(pattern):
 def test_dropout_follows_its_key():
     model = model_of(tiny_config({"model.dropout": 0.3}))
     params = random_params(model)
-    tokens_BT = random_batch(model.config)["tokens"]
+    tokens_BT = random_batch(tiny_config())["tokens"]
     once, again, other = (_logits(model, params, tokens_BT, jax.random.key(seed)) for seed in (0, 0, 1))
     off, plain = _logits(model, params, tokens_BT), _logits(model_of(tiny_config()), params, tokens_BT)
     np.testing.assert_array_equal(once, again)
@@ -183,7 +183,7 @@ def test_each_layer_and_branch_has_its_own_dropout_key(monkeypatch):
 
     monkeypatch.setattr(layers, "dropout", spy)
     model = model_of(tiny_config({"model.dropout": 0.3, "model.num_layers": 3}))
-    _logits(model, random_params(model), random_batch(model.config)["tokens"], jax.random.key(0))
+    _logits(model, random_params(model), random_batch(tiny_config())["tokens"], jax.random.key(0))
     jax.effects_barrier()
     assert len(set(used)) == len(used) == 2 * 3 + 1
 
@@ -191,7 +191,7 @@ def test_each_layer_and_branch_has_its_own_dropout_key(monkeypatch):
 def test_the_loss_in_bfloat16_is_near_that_in_float32():
     overrides = XSA | {"attention.value_residual": True, "model.num_layers": 1}
     low, high = model_of(tiny_config({**overrides, "model.dtype": "bfloat16"})), model_of(tiny_config(overrides))
-    params, batch = random_params(high), random_batch(high.config)
+    params, batch = random_params(high), random_batch(tiny_config())
     (nll_low, grads_low), (nll_high, grads_high) = _grad(low)(params, batch), _grad(high)(params, batch)
     assert float(nll_low) == pytest.approx(float(nll_high), rel=0.01)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(grads_low))
