@@ -10,7 +10,7 @@ deterministic for one libtpu, and knows nothing of copies that are not hidden. C
 compiler's estimate of cycles, what XLA adds `around` the kernels: rowsum(z * dz) for splash, and the projection as a separate
 epilogue (`composed`).
 
-Needs `pip install "jax[tpu]"`. Takes a few minutes for each chip.
+Needs `pip install "jax[tpu]"` and xsa_kernels, installed or by PYTHONPATH=kernels. Takes a few minutes for each chip.
 """
 
 import argparse
@@ -25,9 +25,6 @@ import re
 import subprocess
 import sys
 import tempfile
-
-REPO = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 T, E = 4096, 128
@@ -107,14 +104,18 @@ def child(chip: str, kind: str, direction: str) -> None:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from xsa_kernels import MaskSpec, Projection, fused, reference, tpu
+    from xsa_kernels import MaskSpec, Projection, frame, reference, tpu
+    from xsa_kernels.request import make_request
     from xsa_kernels.tpu import schedule
 
     if any((blocks.q, blocks.kv) != (BLOCK, BLOCK) for blocks in (schedule.forward_blocks(E), schedule.backward_blocks())):
         raise SystemExit(f"the regions were counted for blocks of {BLOCK}, which are no longer those of tpu/schedule.py")
 
     def ours(xsa):
-        return lambda q, k, v: fused.attention(tpu.backend(), q, k, v, v, MaskSpec(), xsa, None, None, E**-0.5)
+        def attend(q, k, v):
+            return frame.attention(tpu.backend(), make_request(q, k, v, mask=MaskSpec(), xsa=xsa, scale=E**-0.5), None)
+
+        return attend
 
     def composed(q, k, v):
         z = reference.project(ours(None)(q, k, v).astype(jnp.float32)[:, :, :, None], v, Projection())
