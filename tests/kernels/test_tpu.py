@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from tests.kernels import cases
 from tests.kernels.cases import Variant, assert_close, expected, regimes, relative, rounded
-from tests.kernels.test_fused import XSA, run
+from tests.kernels.test_frame import XSA, run
 from xsa_kernels import MaskSpec, Sharding, tpu
 from xsa_kernels.tpu import backward, backward_body, schedule, tile
 
