@@ -58,7 +58,7 @@ def attention(
       ValueError: at trace time, naming the argument.
     """
     _check_arrays(q_BTHE, k_BSKE, v_BSKE, mask, xsa, sinks_H, v_self_BTKE, scale)
-    mesh.check(sharding, q_BTHE, k_BSKE, v_BSKE)
+    need(sharding is None or isinstance(sharding, Sharding), "sharding", sharding, "None or a Sharding")
     features = Features(
         dtype=q_BTHE.dtype,
         head_dim=q_BTHE.shape[-1],
@@ -82,6 +82,7 @@ def attention(
         softcap=softcap,
         v_self_BTKE=v_self_BTKE,
     )
+    mesh.check(sharding, request)
     return chosen.load()(request, sharding)
 
 

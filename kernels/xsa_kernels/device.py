@@ -12,8 +12,8 @@ def platform(*arrays: Any) -> str:
 
     A program may be traced for a chip that this machine lacks, by a mesh of that chip's devices. `arrays` may be trees of arrays.
     """
-    device = mesh.of(*arrays).abstract_device
-    return jax.default_backend() if device is None else device.platform
+    devices = (candidate.abstract_device for candidate in mesh.candidates(*arrays))
+    return next((device.platform for device in devices if device is not None), jax.default_backend())
 
 
 def kernel_platform(platform: str) -> str:

@@ -14,19 +14,10 @@ from xsa_kernels.request import Request
 from xsa_kernels.spec import Sharding
 
 
-def ambient() -> AbstractMesh:
-    """The mesh of `jax.set_mesh`, which may be empty; inside a `shard_map` some of its axes are Manual."""
-    return jax.sharding.get_abstract_mesh()
-
-
-def of(*arrays: Any) -> AbstractMesh:
-    """The mesh over which a program of these arrays is divided: the ambient one, else that of their types. It may be empty."""
-    return next((mesh for mesh in _meshes(*arrays) if not mesh.empty), ambient())
-
-
-def _meshes(*arrays: Any) -> list[AbstractMesh]:
+def candidates(*arrays: Any) -> list[AbstractMesh]:
+    """The ambient mesh, then those in the types of the arrays (or trees of arrays). Any of them may be empty."""
     leaves = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
-    return list(dict.fromkeys([ambient(), *(jax.typeof(x).sharding.mesh for x in leaves)]))
+    return list(dict.fromkeys([jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in leaves)]))
 
 
 def free_axes(mesh: AbstractMesh) -> dict[str, int]:
@@ -37,16 +28,15 @@ def free_axes(mesh: AbstractMesh) -> dict[str, int]:
 
 def check_no_explicit_axes(*arrays: Any) -> None:
     """Raises ValueError for a mesh with axes of type Explicit, be it the ambient one or that of the arrays' types."""
-    for mesh in _meshes(*arrays):
+    for mesh in candidates(*arrays):
         kinds, expected = mesh.axis_types, "AxisType.Auto: jax.make_mesh(..., axis_types=...)"
         need(AxisType.Explicit not in kinds, "the mesh", f"axes of types {kinds}", expected)
 
 
-def check(sharding: Sharding | None, q_BTHE: jax.Array, k_BSKE: jax.Array, v_BSKE: jax.Array) -> None:
+def check(sharding: Sharding | None, request: Request) -> None:
     """Raises ValueError unless `sharding` says what every axis of the mesh is for, and the batch divides over its axes."""
-    need(sharding is None or isinstance(sharding, Sharding), "sharding", sharding, "None or a Sharding")
     named, batch = (sharding.named, sharding.batch) if sharding else ((), ())
-    for mesh in _meshes(q_BTHE, k_BSKE, v_BSKE):
+    for mesh in candidates(request):
         free = free_axes(mesh)
         unnamed = [f"{name!r} of size {size}" for name, size in free.items() if size > 1 and name not in named]
         need(
@@ -55,14 +45,12 @@ def check(sharding: Sharding | None, q_BTHE: jax.Array, k_BSKE: jax.Array, v_BSK
             f"{sharding} under a mesh with the axes {', '.join(unnamed)}",
             "every mesh axis to be named in Sharding(batch=..., heads=..., replicated=...)",
         )
-        sizes = {name: free[name] for name in batch if name in free}
-        need(
-            q_BTHE.shape[0] % math.prod(sizes.values()) == 0,
-            "q_BTHE",
-            f"{q_BTHE.shape[0]} batch rows",
-            f"a multiple of {math.prod(sizes.values())}, for sharding.batch splits them over {sizes}; pad the batch, or name the "
-            "axes in sharding.replicated",
+        sizes, B = {name: free[name] for name in batch if name in free}, request.q_BTHE.shape[0]
+        shards = math.prod(sizes.values())
+        expected = (
+            f"a multiple of {shards}, since sharding.batch splits them over {sizes}: pad the batch, or move axes to replicated"
         )
+        need(B % shards == 0, "q_BTHE", f"{B} batch rows", expected)
 
 
 def on_mesh(attend: Callable[[Request], jax.Array], request: Request, sharding: Sharding | None) -> jax.Array:
@@ -71,7 +59,8 @@ def on_mesh(attend: Callable[[Request], jax.Array], request: Request, sharding: 
     Raises:
       ValueError: when the heads do not divide over the mesh.
     """
-    mesh = of(request)
+    ambient, *of_types = candidates(request)
+    mesh = next((mesh for mesh in (ambient, *of_types) if not mesh.empty), ambient)
     free, sharding = free_axes(mesh), sharding or Sharding()
     if not free:
         return attend(request)
@@ -101,7 +90,7 @@ def on_mesh(attend: Callable[[Request], jax.Array], request: Request, sharding: 
     specs: Any = (queries, keys, keys, keys, rows, per_head, per_head, request.settings)
     sharded = jax.shard_map(
         local,
-        mesh=mesh if ambient().empty else None,
+        mesh=mesh if ambient.empty else None,
         in_specs=(Request(*specs),),
         out_specs=queries,
         axis_names=set(free),

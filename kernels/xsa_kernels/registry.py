@@ -112,6 +112,7 @@ class Implementation:
     package: str | None = None
 
     def installed(self) -> bool:
+        """Whether its optional package is there, if it needs one."""
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
     def load(self) -> Callable:
@@ -131,7 +132,7 @@ class Implementation:
         return "compiled" if feature in self.only_compiled else self.checked
 
 
-_ALL = (
+_ENTRIES = (
     Implementation(name="reference", path="xsa_kernels.reference:attention", checked="run"),
     Implementation(name="xla", path="xsa_kernels.xla.xla:attention", checked="run"),
     Implementation(
@@ -201,7 +202,7 @@ _ALL = (
         devices=("gpu",),
     ),
 )
-IMPLEMENTATIONS = {implementation.name: implementation for implementation in _ALL}
+IMPLEMENTATIONS = {implementation.name: implementation for implementation in _ENTRIES}
 NAMES = tuple(IMPLEMENTATIONS)
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def choose(impl: str, features: Features, platform: str, device: str | None = No
     package = chosen.package
     need(chosen.installed(), "impl", f"{impl!r}, which is not installed", f"another, or the package: pip install {package}")
     lacks = chosen.lacks(features, device)
-    able = [repr(other.name) for other in _ALL if not other.lacks(features, device)]
+    able = [repr(other.name) for other in _ENTRIES if not other.lacks(features, device)]
     need(not lacks, "impl", f"{impl!r}, which cannot honour {', '.join(lacks)}", f"one that can: {', '.join(able)}")
     return chosen
 
@@ -242,5 +243,5 @@ def choose(impl: str, features: Features, platform: str, device: str | None = No
 def table() -> str:
     """The table of README.md: feature x implementation."""
     rows = [["", *NAMES], ["---"] * (len(NAMES) + 1)]
-    rows += [[feature, *(implementation.cell(feature) for implementation in _ALL)] for feature in FEATURES]
+    rows += [[feature, *(implementation.cell(feature) for implementation in _ENTRIES)] for feature in FEATURES]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

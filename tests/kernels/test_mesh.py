@@ -86,11 +86,27 @@ def test_an_axis_without_a_meaning_is_refused(ambient, sharding, impl):
 
 @pytest.mark.fast
 @IMPLS
+@pytest.mark.parametrize("placed", ["segment_ids", "alpha"])
+def test_any_array_may_bring_the_mesh(placed, impl):
+    x = arrays(B=4, T=16, E=8, dtype=np.float32)
+    x[placed] = jax.device_put(x[placed], NamedSharding(make_mesh(("dp", 4)), P()))
+
+    @jax.jit
+    def call(x):
+        mask, xsa = MaskSpec(segment_ids=x["segment_ids"]), Projection(x["alpha"])
+        return attention(x["q"], x["k"], x["v"], mask=mask, xsa=xsa, impl=impl)
+
+    with pytest.raises(ValueError, match=r"^sharding: found None under a mesh with the axes 'dp' of size 4"):
+        call.trace(x)
+
+
+@pytest.mark.fast
+@IMPLS
 @pytest.mark.parametrize("batch", [6, 1])
 def test_a_batch_that_does_not_divide_is_refused(batch, impl):
     with (
         jax.set_mesh(make_mesh(("dp", 4), ("tp", 2))),
-        pytest.raises(ValueError, match=f"^q_BTHE: found {batch} batch rows, expected a multiple of 4, .*sharding.replicated"),
+        pytest.raises(ValueError, match=f"^q_BTHE: found {batch} batch rows, expected a multiple of 4, .*replicated"),
     ):
         attention(*inputs(B=batch), impl=impl, sharding=Sharding(batch="dp", heads="tp"))
 
@@ -191,3 +207,14 @@ def test_a_program_for_a_chip_that_is_not_here(segments, platform):
         assert xsa_kernels.check("auto", Features(dtype="bfloat16", head_dim=64)) == name
         text = jax.jit(jax.grad(loss)).trace(qkv, ids).lower(lowering_platforms=(lowering,)).as_text()
     assert len(re.findall(rf"custom_call @{custom_call}\b", text)) >= 2
+
+
+@pytest.mark.fast
+def test_a_mesh_without_a_device_says_nothing_of_the_platform():
+    mesh = AbstractMesh((4,), ("dp",), (AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert device.platform() == device.platform(*inputs()) == "cpu"
+    placed = NamedSharding(AbstractMesh((4,), ("dp",), (AxisType.Auto,), abstract_device=CHIPS["tpu"][0]), P("dp"))
+    found = []
+    jax.jit(lambda x: found.append(device.platform({"q": x}))).trace(jax.ShapeDtypeStruct((4,), jnp.float32, sharding=placed))
+    assert found == ["tpu"]
