@@ -38,14 +38,17 @@ def attention(backend: Backend, request: Request, sharding: Sharding | None) -> 
 
 
 def _drops_diagonal(backend: Backend, request: Request) -> bool:
-    """Own values that are not `v_BSKE` may point anywhere, so with them the diagonal stays; "add" never projects fully."""
+    """Whether the backend leaves p_ii v_i out of y_i: it can, and the projection would remove all of p_ii v_i.
+
+    Own values that are not `v_BSKE` may point anywhere, and "add" never projects fully.
+    """
     fully_projected = request.settings.zero_rule in ("clamp", "exact") and request.alpha_H is None
     return fully_projected and request.v_self_BTKE is None and not backend.keeps_diagonal
 
 
 @jax.custom_jvp
 def _first_order(arrays: Any) -> Any:
-    """The same arrays. Neither pass has derivatives of its own; what XLA would make of some backends' are wrong ones."""
+    """The same arrays. Neither pass has derivatives of its own; those that XLA would make of some backends are wrong."""
     return arrays
 
 
@@ -73,7 +76,7 @@ def _forward(backend: Backend, request: Request) -> tuple[jax.Array, tuple[Reque
 
 
 def _backward(backend: Backend, residuals: tuple[Request, Outputs], dz_BTHE: jax.Array) -> tuple[Request]:
-    """The cotangents, in the places of what they belong to; None is zero."""
+    """A request that holds cotangents in place of the arrays; None is zero."""
     request, outputs = residuals
     dz_BTHE = _first_order(dz_BTHE)
     fused = dv_self_BTKE = dalpha_H = None

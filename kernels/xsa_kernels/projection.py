@@ -1,7 +1,7 @@
-"""XSA behind the attention of a serving stack: decoding with a cache, chunked prefill, pages, ragged batches.
+"""The projection alone, for serving stacks: decoding with a cache, chunked prefill, pages, ragged batches.
 
-The projection of a token needs its y and its own value and nothing of the past, so it follows any attention kernel and adds nothing
-to the cache.
+The projection of a token needs the token's y and its own value, and nothing of earlier tokens. So it can follow any attention
+kernel, and it adds nothing to the cache.
 """
 
 import jax
@@ -13,15 +13,15 @@ from xsa_kernels.spec import Projection, check_projection
 
 
 def project(y_THE: jax.Array, v_self_TKE: jax.Array, xsa: Projection, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """z of some tokens from what attention gave for them, computed in float32 and rounded once.
+    """z of some tokens from their attention output y, computed in float32 and rounded once.
 
     Args:
-      y_THE: attention's output before the output projection, [..., H, E] with any leading axes. Take it in float32 where the kernel
-        can give it: for a token that attends mostly to itself z is a small difference, and the error of rounding y stays whole.
-      v_self_TKE: the values of these same tokens, [..., K, E], just as attention averaged them: those of this step and not of one
-        before, after a value residual, and out of a quantised cache as it gives them back.
-      xsa: what the model was trained with.
-      dtype: of z; that of `v_self_TKE` by default.
+      y_THE: attention's output before the output projection, [..., H, E] with any leading axes. Pass it in float32 if the kernel
+        can return it: for a token that attends mostly to itself z is a small difference, and the rounding error of y stays whole.
+      v_self_TKE: the values of these same tokens, [..., K, E], exactly as attention averaged them: those of this step, after a
+        value residual, and as a quantised cache returns them.
+      xsa: the projection that the model was trained with.
+      dtype: the dtype of z; by default that of `v_self_TKE`.
 
     Returns:
       z_THE.
