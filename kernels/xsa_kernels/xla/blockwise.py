@@ -7,6 +7,8 @@ visible, so that causal and windowed masks cost what they show.
 Axes beside the package's: N query blocks of t rows, M key blocks of s columns.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from xsa_kernels.request import Request
 from xsa_kernels.spec import LOWEST, visible
 
 BLOCK = 512
+Carry = tuple[jax.Array, jax.Array, jax.Array]  # the sums that a scan over pairs of blocks adds to
 
 
 def forward(request: Request, keeps_diagonal_BKT: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -29,7 +32,7 @@ def forward(request: Request, keeps_diagonal_BKT: jax.Array | None) -> tuple[jax
     m_NBKGt = jnp.full(q_NBKGtE.shape[:-1], LOWEST, wide)
     l_NBKGt = jnp.zeros_like(m_NBKGt)
 
-    def step(carry, pair):
+    def step(carry: Carry, pair: Any) -> tuple[Carry, None]:
         acc_NBKGtE, m_NBKGt, l_NBKGt = carry
         i, j = pair
         s_BKGts = jnp.where(grid.seen(i, j), grid.scores(q_NBKGtE[i], k_MBKsE[j]), -jnp.inf)
@@ -63,7 +66,7 @@ def backward_main(request: Request, outputs: Outputs, rows: RowGradients) -> Gra
     k_MBKsE, v_MBKsE = grid.keys(request.k_BSKE), grid.keys(request.v_BSKE)
     lse_NBKGt1, delta_NBKGt1 = (grid.queries(x.swapaxes(1, 2)[..., None]) for x in (outputs.lse_BHT, rows.delta_BHT))
 
-    def step(carry, pair):
+    def step(carry: Carry, pair: Any) -> tuple[Carry, None]:
         dq_NBKGtE, dk_MBKsE, dv_MBKsE = carry
         i, j = pair
         q, k, v, dy = q_NBKGtE[i], k_MBKsE[j], v_MBKsE[j], dy_NBKGtE[i]
@@ -92,7 +95,7 @@ def backward_main(request: Request, outputs: Outputs, rows: RowGradients) -> Gra
 class BlockGrid:
     """How one request is cut into blocks, and what a query block sees of a key block."""
 
-    def __init__(self, request: Request, keeps_diagonal_BKT: jax.Array | None):
+    def __init__(self, request: Request, keeps_diagonal_BKT: jax.Array | None) -> None:
         self.settings = request.settings
         (self.T, self.S), self.K = (x.shape[1] for x in (request.q_BTHE, request.k_BSKE)), request.k_BSKE.shape[2]
         self.t, self.s = min(BLOCK, self.T), min(BLOCK, self.S)
