@@ -75,8 +75,8 @@ def backend(tiles: Tiles | None = None, interpret: bool = False) -> Backend:
 
 def attention(request: Request, sharding: Sharding | None) -> jax.Array:
     """The implementation "triton". Programs for a CPU interpret the kernels, which is right and slow."""
-    platform = device.platform(request.q_BTHE, request.k_BSKE, request.v_BSKE)
-    return frame.attention(backend(interpret=platform == "cpu"), request, sharding)
+    interpret = device.platform(request) == "cpu"
+    return frame.attention(backend(interpret=interpret), request, sharding)
 
 
 def _forward(request: Request, *, tiles: Tiles | None, interpret: bool) -> Outputs:

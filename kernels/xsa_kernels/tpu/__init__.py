@@ -33,5 +33,5 @@ def backend(forward_blocks: Blocks | None = None, backward_blocks: Blocks | None
 
 def attention(request: Request, sharding: Sharding | None) -> jax.Array:
     """The implementation "tpu". Programs for a CPU interpret the kernels, which is right and slow."""
-    platform = device.platform(request.q_BTHE, request.k_BSKE, request.v_BSKE)
-    return frame.attention(backend(interpret=platform == "cpu"), request, sharding)
+    interpret = device.platform(request) == "cpu"
+    return frame.attention(backend(interpret=interpret), request, sharding)
