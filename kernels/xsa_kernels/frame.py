@@ -40,9 +40,9 @@ def attention(backend: Backend, request: Request, sharding: Sharding | None) -> 
 def _drops_diagonal(backend: Backend, request: Request) -> bool:
     """Whether the backend leaves p_ii v_i out of y_i: it can, and the projection would remove all of p_ii v_i.
 
-    Own values that are not `v_BSKE` may point anywhere, and "add" never projects fully.
+    Own values that are not `v_BSKE` may point anywhere, and a zero rule that is never exact never projects fully.
     """
-    fully_projected = request.settings.zero_rule in ("clamp", "exact") and request.alpha_H is None
+    fully_projected = request.settings.sometimes_exact and request.alpha_H is None
     return fully_projected and request.v_self_BTKE is None and not backend.keeps_diagonal
 
 

@@ -51,6 +51,15 @@ class Settings:
             return jnp.zeros_like(n2, bool)
         return n2 >= (self.eps if self.zero_rule == "clamp" else jnp.finfo(jnp.float32).tiny)
 
+    def slope(self, n2: jax.Array) -> jax.Array | float:
+        """The derivative by |v|^2 of what stands for it: 0 where the rule has put a constant in its place, else 1."""
+        return 1.0 if self.zero_rule == "add" else self.exact(n2).astype(n2.dtype)
+
+    @property
+    def sometimes_exact(self) -> bool:
+        """Whether `exact` can be true at all; false without a projection."""
+        return self.zero_rule in ("clamp", "exact")
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,

@@ -34,7 +34,7 @@ def _through_the_projection(
     """dy and delta, and the cotangents of the own values and of alpha.
 
     With b = 1 / n2, r = dz . v and c = b (y . v):  dy = dz - alpha b r v, delta = y . dy, dalpha = -c r, and dv_self = alpha (2
-    (live - alpha) b c r v - c dy - b r z), where `live` is 1 if n2 depends on v. At alpha = 1 and n2 = |v|^2 that is -(c dy + b r
+    (slope - alpha) b c r v - c dy - b r z), where `slope` is the derivative of n2 by |v|^2. At alpha = 1 and n2 = |v|^2 that is -(c dy + b r
     z).
     """
     settings, (z_BTHE, lse_BHT, c_BHT) = request.settings, outputs
@@ -48,7 +48,7 @@ def _through_the_projection(
 
     n2 = jnp.sum(v * v, axis=-1, keepdims=True)
     b, exact = settings.inverse(n2), settings.exact(n2)
-    live = 1.0 if settings.zero_rule == "add" else exact.astype(wide)
+    slope = settings.slope(n2)
     r = jnp.sum(dz * v, axis=-1, keepdims=True)
     # The kernels see dy in the dtype of q. delta must come from those same numbers, or their errors no longer cancel in dP - delta;
     # `reduce_precision`, unlike a cast to and fro, is never optimised away.
@@ -56,7 +56,7 @@ def _through_the_projection(
     dy = dz - alpha * b * r * v
     dy_narrow = lax.reduce_precision(dy, narrow.nexp, narrow.nmant)
     delta = jnp.sum(_grouped_output(request, outputs) * dy_narrow, axis=-1)
-    dv_self = alpha * (2 * (live - alpha) * b * c * r * v - c * dy - b * r * z)
+    dv_self = alpha * (2 * (slope - alpha) * b * c * r * v - c * dy - b * r * z)
 
     dalpha_H = None if request.alpha_H is None else -jnp.sum(c * r, axis=(0, 1)).reshape(-1)
     rows = RowGradients(
