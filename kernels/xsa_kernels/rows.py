@@ -33,9 +33,14 @@ def _through_the_projection(
 ) -> tuple[RowGradients, jax.Array, jax.Array | None]:
     """dy and delta, and the cotangents of the own values and of alpha.
 
-    With b = 1 / n2, r = dz . v and c = b (y . v):  dy = dz - alpha b r v, delta = y . dy, dalpha = -c r, and dv_self = alpha (2
-    (slope - alpha) b c r v - c dy - b r z), where `slope` is the derivative of n2 by |v|^2. At alpha = 1 and n2 = |v|^2 that is -(c dy + b r
-    z).
+    With b = 1 / n2, r = dz . v and c = b (y . v):
+
+      dy = dz - alpha b r v
+      delta = y . dy
+      dalpha = -c r
+      dv_self = alpha (2 (slope - alpha) b c r v - c dy - b r z), where `slope` is the derivative of n2 by |v|^2.
+
+    At alpha = 1 and n2 = |v|^2, dv_self is -(c dy + b r z).
     """
     settings, (z_BTHE, lse_BHT, c_BHT) = request.settings, outputs
     assert c_BHT is not None
