@@ -68,3 +68,14 @@ def test_installs_alone_and_beside_transformers(tmp_path):
     assert re.fullmatch(r"0\.\d+ \(2, 100, 2, 64\)\n", run(python, example, empty))
     install(python, "transformers", "kernels")
     run(python, BESIDE, empty)
+
+
+def test_the_whole_project_installs_two_names_and_no_others(tmp_path):
+    sources = tmp_path / "sources"
+    for name in ("kernels", "xsa_jax", "configs", "benchmarks", "tests"):
+        shutil.copytree(REPO / name, sources / name, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "train.py", "eval.py"):
+        shutil.copy(REPO / name, sources)
+    install(sys.executable, "--no-deps", "--target", tmp_path / "installed", sources / "kernels", sources)
+    found = {path.name for path in (tmp_path / "installed").iterdir() if not path.name.endswith(".dist-info")}
+    assert found == {"xsa_kernels", "xsa_jax"}
