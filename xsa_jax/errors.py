@@ -2,8 +2,8 @@
 
 
 class UserError(Exception):
-    """Something the user gave (config, file, checkpoint, environment) cannot be used; the text says what and what to do."""
+    """An input of the user (config, file, checkpoint, environment) cannot be used. The message names it and says what to do."""
 
 
 class ConfigError(UserError):
-    """A config field that is unknown, of the wrong type, or impossible beside the others."""
+    """A config field is unknown, has the wrong type, or conflicts with another field."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever the machine stops."""
+"""Atomic and durable file writes."""
 
 import json
 import os
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces the file; a kill or a power failure leaves either the old content or the new.
+    """Replaces the content of a file atomically: a kill or a power failure leaves either the old content or the new.
 
     Raises:
-      OSError: the file cannot be written; the old content is then still there.
+      OSError: the file cannot be written. It then keeps its old content.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -26,17 +26,17 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes UTF-8 text as `write_bytes` does."""
+    """Writes UTF-8 text, with the guarantee and the errors of `write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes indented JSON as `write_bytes` does."""
+    """Writes indented JSON, with the guarantee and the errors of `write_bytes`."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames inside the folder survive a power failure."""
+    """Flushes the folder to disk, so that renames inside it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""How the measurements of an evaluation are named, alike in tables and pictures."""
+"""Labels of an evaluation's measurements, shared by tables and plots."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +13,6 @@ LEGEND = "v: a token's own value; a_ii: its attention to itself; y: what attenti
 
 
 def positions(bucket: Mapping[str, Any]) -> str:
-    """How a bucket of an evaluation is named: "0", "16-31"."""
+    """Label of the positions of a bucket, such as "0" or "16-31"; the bucket holds "start" and an exclusive "stop"."""
     start, stop = bucket["start"], bucket["stop"]
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"

@@ -1,8 +1,9 @@
-"""The config of a run: declared in `schema`, validated in `load`, compared in `rules`, read back from old runs in `stored`.
+"""The config of a run.
 
-A config file in `configs/` changes a few fields of `config_dict()`; `from_config_dict` turns the result into frozen dataclasses
-once, at the edge of the program. Everything behind that edge reads plain attributes that are known to fit together. Nothing in
-this package imports jax.
+`schema` declares the fields, `load` builds a config, `check` validates it, `rules` compares two, `stored` reads those of old runs,
+and `table` prints them. A config file in `configs/` changes a few fields of `config_dict()`. The entry point then calls
+`from_config_dict` once, which returns validated frozen dataclasses. All other code reads plain attributes. Nothing in this package
+imports jax.
 """
 
 from xsa_jax.config.load import config_dict, flatten, from_config_dict, to_dict

@@ -1,4 +1,4 @@
-"""Which configs are possible: bounds of single fields, from their declarations, and fields that must fit each other."""
+"""Validation of a config: the declared bounds of each field, and constraints between fields."""
 
 import math
 from typing import Any
@@ -9,10 +9,10 @@ from xsa_jax.errors import ConfigError
 
 
 def check(config: Config) -> None:
-    """Refuses values that are out of bounds or impossible beside each other.
+    """Checks the bounds of every field and the constraints between fields.
 
     Raises:
-      ConfigError: it names the field, what was found and what was expected.
+      ConfigError: a value is out of bounds or conflicts with another. The message names the field, its value and what is expected.
     """
     _check_bounds(config)
     _check_attention(config)
@@ -20,7 +20,7 @@ def check(config: Config) -> None:
     _check_mesh(config)
 
 
-def _need(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
 
@@ -34,26 +34,26 @@ def _check_bounds(config: Config) -> None:
             value = getattr(value, part)
         most = 2**31 if field.type is int else math.inf  # jax counts in int32
         least = field.about.least
-        _need(least <= value < most, f"{name}={value!r}: expected a finite number of at least {least}, and below {most}")
+        _require(least <= value < most, f"{name}={value!r}: expected a finite number of at least {least}, and below {most}")
 
 
 def _check_attention(config: Config) -> None:
     attention = config.attention
-    _need(
+    _require(
         attention.num_heads % attention.num_kv_heads == 0,
         f"attention.num_heads={attention.num_heads}: expected a multiple of attention.num_kv_heads={attention.num_kv_heads}",
     )
-    _need(attention.head_dim % 2 == 0, f"attention.head_dim={attention.head_dim}: expected an even number (RoPE rotates pairs)")
+    _require(attention.head_dim % 2 == 0, f"attention.head_dim={attention.head_dim}: expected an even number (RoPE rotates pairs)")
     _check_xsa(attention.xsa)
 
 
 def _check_xsa(xsa: XSAConfig) -> None:
-    _need(math.isfinite(xsa.alpha), f"attention.xsa.alpha={xsa.alpha}: expected a finite number")
-    _need(
+    _require(math.isfinite(xsa.alpha), f"attention.xsa.alpha={xsa.alpha}: expected a finite number")
+    _require(
         xsa.strength == "fixed" or xsa.alpha == 1.0,
         f"attention.xsa.alpha={xsa.alpha} has no effect with attention.xsa.strength={xsa.strength!r}; set strength to 'fixed'",
     )
-    _need(
+    _require(
         xsa.zero_rule == "exact" or xsa.eps > 0,
         f"attention.xsa.eps=0 with attention.xsa.zero_rule={xsa.zero_rule!r}: expected a positive eps",
     )
@@ -61,13 +61,13 @@ def _check_xsa(xsa: XSAConfig) -> None:
 
 def _check_optimisation(config: Config) -> None:
     model, optim = config.model, config.optim
-    _need(model.dropout < 1, f"model.dropout={model.dropout}: expected less than 1")
-    _need(optim.eps > 0, f"optim.eps={optim.eps}: expected more than 0 (a parameter without gradient would become 0 / 0)")
-    _need(optim.peak_lr > 0, f"optim.peak_lr={optim.peak_lr}: expected more than 0")
-    _need(optim.beta1 < 1, f"optim.beta1={optim.beta1}: expected less than 1")
-    _need(optim.beta2 < 1, f"optim.beta2={optim.beta2}: expected less than 1")
-    _need(optim.final_lr_ratio <= 1, f"optim.final_lr_ratio={optim.final_lr_ratio}: expected at most 1")
-    _need(
+    _require(model.dropout < 1, f"model.dropout={model.dropout}: expected less than 1")
+    _require(optim.eps > 0, f"optim.eps={optim.eps}: expected more than 0 (a parameter without gradient would become 0 / 0)")
+    _require(optim.peak_lr > 0, f"optim.peak_lr={optim.peak_lr}: expected more than 0")
+    _require(optim.beta1 < 1, f"optim.beta1={optim.beta1}: expected less than 1")
+    _require(optim.beta2 < 1, f"optim.beta2={optim.beta2}: expected less than 1")
+    _require(optim.final_lr_ratio <= 1, f"optim.final_lr_ratio={optim.final_lr_ratio}: expected at most 1")
+    _require(
         optim.warmup_steps < config.train.num_steps,
         f"optim.warmup_steps={optim.warmup_steps}: expected fewer than train.num_steps={config.train.num_steps}",
     )
@@ -75,12 +75,15 @@ def _check_optimisation(config: Config) -> None:
 
 def _check_mesh(config: Config) -> None:
     model, attention, data, mesh = config.model, config.attention, config.data, config.mesh
-    _need(mesh.data != 0, "mesh.data=0: expected a positive number, or -1 for all devices that are left")
-    rows = max(mesh.data, 1) * mesh.fsdp
-    _need(data.batch_size % rows == 0, f"data.batch_size={data.batch_size}: expected a multiple of mesh.data * mesh.fsdp = {rows}")
+    _require(mesh.data != 0, "mesh.data=0: expected a positive number, or -1 for all devices that are left")
+    batch_shards = max(mesh.data, 1) * mesh.fsdp
+    _require(
+        data.batch_size % batch_shards == 0,
+        f"data.batch_size={data.batch_size}: expected a multiple of mesh.data * mesh.fsdp = {batch_shards}",
+    )
     split_by_tensor = (
         ("attention.num_heads", attention.num_heads), ("model.d_ff", model.d_ff), ("model.vocab_size", model.vocab_size)
     )  # fmt: skip
     for name, size in split_by_tensor:
-        _need(size % mesh.tensor == 0, f"{name}={size}: expected a multiple of mesh.tensor={mesh.tensor}")
-    _need(model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model}: expected a multiple of mesh.fsdp={mesh.fsdp}")
+        _require(size % mesh.tensor == 0, f"{name}={size}: expected a multiple of mesh.tensor={mesh.tensor}")
+    _require(model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model}: expected a multiple of mesh.fsdp={mesh.fsdp}")

@@ -1,4 +1,4 @@
-"""The declarations of `schema` as a flat list, for everything that is derived from them."""
+"""The declared fields of a config as one flat dict."""
 
 import dataclasses
 import typing
@@ -10,14 +10,14 @@ from xsa_jax.config.schema import About, Config
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One field of a config.
+    """One declared field of a config.
 
     Attributes:
       name: dotted name, such as "attention.xsa.alpha".
       type: int, float, bool or str.
-      default: the value that a run has unless it says otherwise.
-      choices: the allowed values; empty where any value of the type will do.
-      about: the rest of its declaration.
+      default: value of the field where a config file sets none.
+      choices: allowed values; empty where any value of the type is allowed.
+      about: the remaining properties of the field.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Field:
 
 
 def fields(schema: type[Config] = Config) -> dict[str, Field]:
-    """Every field of a schema by dotted name, in the order of declaration."""
+    """All fields of a schema by dotted name, in the order of declaration."""
     return {found.name: found for found in _walk(schema, "")}
 
 

@@ -1,4 +1,4 @@
-"""Between the nested dicts that files hold and the validated dataclasses that the program reads."""
+"""Conversion between nested dicts, which files hold, and validated dataclasses, which the program reads."""
 
 import dataclasses
 import typing
@@ -15,21 +15,22 @@ if TYPE_CHECKING:
 
 
 def config_dict(schema: type[Config] = Config) -> "ConfigDict":
-    """The defaults of every field, for a config file to change."""
+    """A ConfigDict with the default of every field, for a config file to change."""
     from ml_collections import ConfigDict  # only config files need it, and some machines lack it
 
     return ConfigDict(dataclasses.asdict(schema()))
 
 
 def from_config_dict(tree: Mapping[str, Any], schema: type[Config] = Config) -> Config:
-    """Builds and checks a config.
+    """Builds and validates a config.
 
     Args:
-      tree: a ConfigDict or a nested dict that holds every field.
+      tree: a ConfigDict or a nested dict with every field.
       schema: the dataclass to build.
 
     Raises:
-      ConfigError: it names the field, what was found and what was expected.
+      ConfigError: a field is unknown, missing, of the wrong type or invalid. The message names the field, its value and what is
+        expected.
     """
     config = _build(schema, tree, "", fields(schema))
     check(config)
@@ -37,12 +38,12 @@ def from_config_dict(tree: Mapping[str, Any], schema: type[Config] = Config) -> 
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The nested dict of plain values that `from_config_dict` accepts; JSON can hold it."""
+    """A config as a nested dict of plain values, which JSON can hold and `from_config_dict` accepts."""
     return dataclasses.asdict(config)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted field name, value) in order."""
+    """Yields (dotted field name, value) for each value of a nested dict, in its order."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
@@ -66,11 +67,11 @@ def _build(cls: type, tree: Mapping[str, Any], prefix: str, known: Mapping[str, 
         if dataclasses.is_dataclass(hint):
             values[name] = _build(typing.cast(type, hint), given[name], f"{prefix}{name}.", known)
         else:
-            values[name] = _value(known[prefix + name], given[name])
+            values[name] = _checked_value(known[prefix + name], given[name])
     return cls(**values)
 
 
-def _value(field: Field, value: Any) -> Any:
+def _checked_value(field: Field, value: Any) -> Any:
     if field.choices:
         if value not in field.choices or type(value) is not field.type:
             raise ConfigError(f"{field.name}={value!r}: expected one of {', '.join(map(repr, field.choices))}")

@@ -1,4 +1,4 @@
-"""Which fields may differ between a run and its continuation, between runs that are compared, and around the same weights."""
+"""Rules for two configs: of a run and its continuation, of two runs in a comparison, and of two models that share weights."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,44 +10,52 @@ from xsa_jax.errors import ConfigError
 
 
 def check_continues(stored: Config, config: Config, run: str) -> None:
-    """Refuses to continue a run under a config that would make it another experiment.
+    """Checks that a config continues the same experiment: only fields declared with `may_change` may differ.
 
     Args:
-      stored: the config that the run began with.
-      config: what is asked for now.
-      run: how the message names the run.
+      stored: config that the run started with.
+      config: config of the continuation.
+      run: name of the run in the error message.
 
     Raises:
-      ConfigError: it names each field that differs, with both values.
+      ConfigError: another field differs. The message names each such field, with both values.
     """
     fixed = [name for name, field in fields(type(config)).items() if not field.about.may_change]
-    changed = _named(differences(to_dict(stored), to_dict(config), fixed))
+    changed = _listed(differences(to_dict(stored), to_dict(config), fixed))
     if changed:
         raise ConfigError(f"{run} was started with another config: {changed}. Use its values, or another --workdir")
 
 
 def check_same_weights(stored: Config, config: Config, run: str) -> None:
-    """Refuses to put a run's weights into another model: nothing in the weights shows whether they were trained with XSA.
+    """Checks that a run's weights may be used in the model of a config.
+
+    The configs decide, because weights do not show whether they were trained with XSA. Fields of `model` and `attention` may
+    differ only if they are declared with `keeps_weights`.
+
+    Args:
+      stored: config that the weights were trained with.
+      config: config of the model that is to use them.
+      run: name of the run in the error message.
 
     Raises:
-      ConfigError: it names each field that differs, with both values.
+      ConfigError: another field differs. The message names each such field, with both values.
     """
-    decisive = [
+    fixed = [
         name
         for name, field in fields(type(config)).items()
         if name.startswith(("model.", "attention.")) and not field.about.keeps_weights
     ]
-    changed = _named(differences(to_dict(stored), to_dict(config), decisive))
+    changed = _listed(differences(to_dict(stored), to_dict(config), fixed))
     if changed:
         raise ConfigError(f"{run} holds the weights of another model: {changed}. Build the model from the run's own config")
 
 
 def fixed_in_comparisons(allowed: Collection[str] = (), schema: type[Config] = Config) -> list[str]:
-    """Fields in which runs that are compared must agree.
+    """Names of the fields that must be equal in all runs of a comparison.
 
     Args:
-      allowed: fields, or groups of them, that may differ all the same.
-      schema: the schema of the runs.
+      allowed: names of fields or groups that may differ nevertheless.
+      schema: config dataclass of the runs.
     """
     return [
         name
@@ -57,10 +65,10 @@ def fixed_in_comparisons(allowed: Collection[str] = (), schema: type[Config] = C
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """Those of the named fields that two nested dicts do not share, sorted by name, with both values."""
+    """The fields among `names` whose values differ, sorted by name, as {name: (value in first, value in second)}."""
     a, b = dict(flatten(first)), dict(flatten(second))
     return {name: (a[name], b[name]) for name in sorted(names) if a[name] != b[name]}
 
 
-def _named(changed: Mapping[str, tuple[Any, Any]]) -> str:
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
     return "; ".join(f"{name} (run: {before!r}, now: {now!r})" for name, (before, now) in changed.items())

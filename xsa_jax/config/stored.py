@@ -1,8 +1,8 @@
-"""Configs as runs store them, and how the configs of older versions are read.
+"""The format of stored configs, and the upgrade of those that older versions stored.
 
-A stored config holds every field and, under "version", the version of xsa_jax that wrote it; runs from before 0.2.0 have no
-"version". A field that the stored config lacks was added later: it takes the value `before` of its declaration, which is what the
-run did when the field was not there yet.
+A stored config holds every field and, under "version", the version of xsa_jax that wrote it. Versions before 0.2.0 stored no
+"version". A field that is missing from a stored config was added later. It takes the value `before` of its declaration, which
+describes the behaviour of versions without the field.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _BEFORE_VERSIONS = "before 0.2.0"
 
 
 def version() -> str:
-    """The version of xsa_jax at work; "unknown" where it is used without being installed."""
+    """The installed version of xsa_jax; "unknown" where the package is not installed."""
     try:
         return metadata.version("xsa_jax")
     except metadata.PackageNotFoundError:
@@ -26,20 +26,20 @@ def version() -> str:
 
 
 def to_stored(config: Config) -> dict[str, Any]:
-    """The nested dict that a run stores, with the version that wrote it."""
+    """The nested dict that a run stores: the config, and the version of xsa_jax under "version"."""
     return {"version": version(), **to_dict(config)}
 
 
 def from_stored(stored: Any, where: str, schema: type[Config] = Config) -> Config:
-    """The config of a run, whichever version stored it.
+    """Reads a config that this version or an older one stored.
 
     Args:
-      stored: what `to_stored` returned, or the nested dict of an older version.
-      where: how messages name the file or run that it comes from.
+      stored: result of `to_stored`, from this version or an older one.
+      where: name of the file or run in error messages.
       schema: the dataclass to build.
 
     Raises:
-      ConfigError: it names a field that this version does not know, one that is missing, or a value that is impossible.
+      ConfigError: a field is unknown to this version, missing in every version, or invalid. The message names the field.
     """
     if not isinstance(stored, Mapping):
         raise ConfigError(f"{where}: expected a stored config, found {stored!r:.60}; restore the file")
@@ -51,14 +51,14 @@ def from_stored(stored: Any, where: str, schema: type[Config] = Config) -> Confi
             f"{where}: unknown field {', '.join(unknown)}: it was written by version {stored.get('version', _BEFORE_VERSIONS)} of "
             f"xsa_jax, and this is {version()}. Use that version or a newer one"
         )
-    values = {name: found[name] if name in found else _before(field, where) for name, field in known.items()}
+    values = {name: found[name] if name in found else _value_before(field, where) for name, field in known.items()}
     try:
         return from_config_dict(_nested(values), schema)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _before(field: Field, where: str) -> Any:
+def _value_before(field: Field, where: str) -> Any:
     if field.about.before is ALWAYS_STORED:
         raise ConfigError(f"{where}: {field.name} is missing, and every version of xsa_jax has stored it; restore the file")
     return field.about.before

@@ -1,4 +1,4 @@
-"""docs/config.md, and the config of one run for people.
+"""The text of docs/config.md, and a printout of one run's config.
 
 python -m xsa_jax.config.table > docs/config.md
 """
@@ -28,7 +28,7 @@ def markdown(schema: type[Config] = Config) -> str:
 
 
 def text(config: Config) -> str:
-    """One line for each field, `name=value`, with the default behind a value that is not the default."""
+    """A config as one line `name=value` per field. A value that differs from the default is followed by the default."""
     lines = []
     for name, value in flatten(to_dict(config)):
         default = fields(type(config))[name].default
