@@ -1,5 +1,6 @@
 """Text files -> tokens -> token store -> batches. Nothing in this package imports jax.
 
-`text` reads documents, `tokenizer` turns them into ids, `prepare` writes them as a token store, `store` reads its `shard`s back
-at random, `loader` serves shuffled batches, `spawn` keeps jax out of worker processes, `python_text` builds a demo corpus.
+`text` reads documents, and `tokenizer` turns them into ids. `prepare` makes a token store of them: `convert` handles one input
+file, `pool` distributes the files over worker processes, and `progress` reports. `store` reads the `shard`s of a store at random
+positions, and `loader` serves shuffled batches. `spawn` keeps jax out of worker processes. `python_text` builds a demo corpus.
 """

@@ -1,4 +1,4 @@
-"""One input file -> its shard of each split, by one worker."""
+"""Conversion of one input file into one shard per split."""
 
 import contextlib
 import dataclasses
@@ -16,13 +16,13 @@ from xsa_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What decides the content of a store, beside its inputs.
+    """The settings that determine the content of a store, together with its inputs.
 
     Attributes:
-      tokenizer: what `tokenizer.load` takes.
-      validation_fraction: expected share of documents in the validation split, chosen by a hash of their text.
-      eot: where end-of-text tokens go.
-      on_error: what a broken document or file does.
+      tokenizer: name or path of the tokenizer, as for `tokenizer.load`.
+      validation_fraction: expected share of documents in the validation split, which a hash of their text selects.
+      eot: positions of end-of-text tokens in each document.
+      on_error: whether a broken document or file is skipped or raises an error.
     """
 
     tokenizer: str
@@ -33,38 +33,54 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
+    """The conversion of one input file.
+
+    Attributes:
+      index: index of the file among all inputs.
+      path: path of the file.
+      output: folder of the store.
+      settings: settings of the store.
+    """
+
     index: int
     path: Path
     output: Path
     settings: Settings
 
 
-Report = Callable[[int, float], None]  # (tokens written, fraction of the file read), each since the last call
+# Called with the number of tokens written and the fraction of the file read, both since the last call.
+Report = Callable[[int, float], None]
 
 
 def convert(job: Job, report: Report) -> dict[str, Any]:
     """Writes the shards of one input file.
 
+    Args:
+      job: the conversion to do.
+      report: called after each batch of documents; see `Report`.
+
     Returns:
-      {"shards": {split: record}, "skipped": {reason: count}, "named": [line, ...], "hash": of the file}
+      {"shards": {split: record of the shard}, "skipped": {reason: count}, "named": [one line per skipped document, ...],
+      "hash": hash of the file}
 
     Raises:
-      UserError: see `text.Reader.batches`.
+      UserError: the tokenizer cannot be loaded, a document encodes to an end-of-text token, or as `text.Reader.batches`.
     """
     settings = job.settings
     encoder = tokenizer.load(settings.tokenizer)
     dtype = token_dtype(encoder.vocab_size)
     before = [encoder.eot_id] if settings.eot in ("start", "both") else []
     after = [encoder.eot_id] if settings.eot in ("end", "both") else []
-    content = file_hash(job.path)  # before reading: a file that changes under the reader will not match
+    input_hash = file_hash(job.path)  # before the file is read: if it changes during reading, its hash will not match
     reader = text.Reader(job.path, settings.on_error)
-    read = 0.0
+    reported_fraction = 0.0
     with contextlib.ExitStack() as stack:
         writers = {
-            name: stack.enter_context(ShardWriter(job.output, name, f"{job.index:05}", dtype)) for name in ("train", "validation")
+            split: stack.enter_context(ShardWriter(job.output, split, f"{job.index:05}", dtype))
+            for split in ("train", "validation")
         }
         for documents in reader.batches():
-            encoded: dict[str, list[list[int]]] = {name: [] for name in writers}
+            encoded: dict[str, list[list[int]]] = {split: [] for split in writers}
             sizes = dict.fromkeys(writers, 0)
             for document, ids in zip(documents, encoder.encode_batch(documents), strict=True):
                 if not ids:
@@ -73,20 +89,20 @@ def convert(job: Job, report: Report) -> dict[str, Any]:
                 if encoder.eot_id in ids:
                     raise UserError(f"tokenizer {encoder.name!r} made end-of-text of the text {document[:80]!r} in {job.path}")
                 data = document.encode()
-                name = "validation" if _in_validation(data, settings.validation_fraction) else "train"
-                encoded[name].append(before + ids + after)
-                sizes[name] += len(data)
-            for name, writer in writers.items():
-                writer.add(encoded[name], sizes[name])
-            report(sum(len(ids) for name in writers for ids in encoded[name]), reader.fraction - read)
-            read = reader.fraction
-        shards = {name: record for name, writer in writers.items() if (record := writer.commit())}
+                split = "validation" if _in_validation(data, settings.validation_fraction) else "train"
+                encoded[split].append(before + ids + after)
+                sizes[split] += len(data)
+            for split, writer in writers.items():
+                writer.add(encoded[split], sizes[split])
+            report(sum(len(ids) for split in writers for ids in encoded[split]), reader.fraction - reported_fraction)
+            reported_fraction = reader.fraction
+        shards = {split: record for split, writer in writers.items() if (record := writer.commit())}
     skipped = dict(sorted(reader.skipped.items()))
-    return {"shards": shards, "skipped": skipped, "named": reader.named, "hash": content}
+    return {"shards": shards, "skipped": skipped, "named": reader.named, "hash": input_hash}
 
 
 def file_hash(path: Path) -> str | None:
-    """Of an input's bytes; None when it cannot be read, which `Reader` has reported."""
+    """Hex digest of a file's bytes; None for a file that cannot be read, which `text.Reader` reports."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -95,9 +111,10 @@ def file_hash(path: Path) -> str | None:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
+    """The smaller of uint16 and uint32 that holds every token id."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 def _in_validation(data: bytes, fraction: float) -> bool:
-    # By content, so that copies of a document, in whatever file, never stand on both sides.
+    # The content decides, so that all copies of a document are in the same split, whatever their files.
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < fraction * 2**64

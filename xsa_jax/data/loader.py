@@ -1,7 +1,8 @@
-"""Batches of a token store through Grain: shuffled by seed, exact after any restart, the same on any number of hosts.
+"""Batches of a token store, shuffled by Grain: exact after any restart, and the same on any number of hosts.
 
-Row i of a split is tokens[i*T : i*T + T + 1], so each token but the first is predicted once per epoch. The order is a function
-of (seed, position) alone; the whole state of a loader is the number of batches consumed.
+Row i of a split is tokens[i*T : i*T + T + 1]. Consecutive rows share a token, so each token but the first is predicted once per
+epoch. The order depends only on the seed and the position in the stream, so the number of consumed batches is the whole state of
+a loader.
 """
 
 import hashlib
@@ -18,12 +19,12 @@ from xsa_jax.data import spawn
 from xsa_jax.data.store import Split, TokenStore
 from xsa_jax.errors import UserError
 
-_MOST_ROWS = 1 << 32  # Grain shuffles with 32-bit indices
-_ENDLESS_ROWS = 1 << 62  # Grain's own endless length, sys.maxsize, overflows where it counts batches in floating point
+_MAX_ROWS = 1 << 32  # Grain shuffles with 32-bit indices
+_ENDLESS_ROWS = 1 << 62  # sys.maxsize, Grain's length of an endless dataset, overflows where Grain counts batches in floating point
 
 
 class _Rows:
-    """The random-access source that Grain reads."""
+    """The rows of a split, as the random-access source that Grain reads."""
 
     def __init__(self, split: Split, seq_len: int, isolate: bool):
         self._split = split
@@ -38,32 +39,35 @@ class _Rows:
         stop = start + self._seq_len + 1
         row = {"tokens": self._split.read(start, stop).astype(np.int32)}
         if self._isolate:
-            first = np.zeros(self._seq_len + 1, np.int32)
-            first[self._split.starts(start + 1, stop) - start] = 1
-            row["segment_ids"] = np.cumsum(first, dtype=np.int32)
+            is_start = np.zeros(self._seq_len + 1, np.int32)
+            is_start[self._split.starts(start + 1, stop) - start] = 1
+            row["segment_ids"] = np.cumsum(is_start, dtype=np.int32)
         return row
 
 
 class Loader:
-    """Batches of one split, of which process `shard_index` of `shard_count` gets every shard_count-th row.
+    """Batches of one split. Process `shard_index` of `shard_count` gets every `shard_count`-th row.
 
     Args:
       store: an open store.
       split: "train" or "validation".
-      seq_len: T; rows have T + 1 tokens.
-      batch_size: rows per step over all processes.
-      seed: of the shuffled order.
-      documents: "isolate" adds segment ids, "ignore" does not.
-      max_rows: None shuffles globally, anew every epoch, without end; a number makes one pass in order over at most so many rows.
-      workers: processes that read ahead; 0 = a thread of this one.
+      seq_len: context length T; a row has T + 1 tokens.
+      batch_size: number of rows per step over all processes.
+      seed: random seed of the shuffle.
+      documents: "isolate" adds segment ids to the batches; "ignore" does not.
+      max_rows: None gives an endless loader, which shuffles the whole split anew in each epoch. A number gives a loader of a
+        single pass, which reads at most so many rows in order.
+      shard_index: index of this process.
+      shard_count: number of processes.
+      workers: number of worker processes that read ahead; 0 = a thread of this process.
 
     Attributes:
-      num_rows: rows of an epoch, or of the pass.
-      num_batches: of the pass, the same for every process; None when endless.
-      local_batch_size: rows of a full batch of this process.
+      num_rows: number of rows in an epoch or in the single pass.
+      num_batches: number of batches in the single pass, the same for every process; None for an endless loader.
+      local_batch_size: number of rows that this process has in a full batch.
 
     Raises:
-      UserError: when the split is too small, or the batch does not divide over the processes.
+      UserError: the split is missing, too small or too large, or the batch does not divide over the processes.
     """
 
     def __init__(
@@ -94,8 +98,8 @@ class Loader:
                 f"the {split} split of {store.path} has {tokens.num_tokens} tokens; expected at least the {seq_len + 1} of one row "
                 f"of data.seq_len={seq_len}. Prepare more text, or lower data.seq_len"
             )
-        if self.num_rows >= _MOST_ROWS:
-            raise UserError(f"the {split} split of {store.path} has {self.num_rows} rows; expected fewer than {_MOST_ROWS}")
+        if self.num_rows >= _MAX_ROWS:
+            raise UserError(f"the {split} split of {store.path} has {self.num_rows} rows; expected fewer than {_MAX_ROWS}")
         self.num_batches = None if max_rows is None else -(-self.num_rows // batch_size)
         self.local_batch_size = batch_size // shard_count
         self._workers = workers
@@ -110,19 +114,19 @@ class Loader:
             "max_rows": max_rows,
         }
         source = grain.MapDataset.source(rows)
-        order = source.shuffle(seed=_spread(seed)).repeat() if max_rows is None else source[: self.num_rows]
+        order = source.shuffle(seed=_shuffle_seed(seed)).repeat() if max_rows is None else source[: self.num_rows]
         self._batches = order[shard_index:_ENDLESS_ROWS:shard_count].batch(self.local_batch_size)
-        self._empty = {name: array[:0] for name, array in source[:1].batch(1)[0].items()}
+        self._empty_batch = {name: array[:0] for name, array in source[:1].batch(1)[0].items()}
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint stores to continue after `step` batches; plain values of constant size."""
+        """The state after `step` batches, for a checkpoint: plain values, of constant size."""
         return {"step": step, **self._identity}
 
     def check_state(self, state: Mapping[str, Any]) -> int:
-        """Returns the step to iterate from.
+        """Checks a stored state, and returns the step to iterate from.
 
         Raises:
-          UserError: when the state is of another stream; names each field with both values.
+          UserError: the state belongs to another data stream. The message names each field that differs, with both values.
         """
         changed = [
             f"{name} (checkpoint: {state.get(name)!r}, now: {value!r})"
@@ -134,31 +138,32 @@ class Loader:
         return int(state["step"])
 
     def iterate(self, start: int = 0) -> Generator[dict[str, np.ndarray], None, None]:
-        """Yields batches start, start + 1, ... without reading those before. Closing the iterator ends its workers.
+        """Yields batches start, start + 1, ... without reading earlier ones. Closing the iterator ends its workers.
 
-        Each is {"tokens": int32 [B/n, T+1]} and, with documents="isolate", {"segment_ids": int32 [B/n, T+1]}, the number of
-        document starts before each token inside its row. The last batch of a pass may have fewer rows, even none where other
-        processes still have some, so that all take the same number of steps.
+        A batch holds "tokens", int32 [B/n, T+1], where n is the number of processes. With documents="isolate" it also holds
+        "segment_ids", int32 [B/n, T+1]: the index, within the row, of the document that each token belongs to. The last batch of
+        a single pass may have fewer rows. It has no rows if only other processes have rows left, so that all processes take the
+        same number of steps.
         """
         dataset = self._batches[start:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
         if self._workers:
             if not flags.FLAGS.is_parsed():
-                flags.FLAGS.mark_as_parsed()  # Grain sets some of its flags for the workers
-            # Shared memory outlives a killed process, and a container may have little of it.
+                flags.FLAGS.mark_as_parsed()  # mp_prefetch sets flags for its workers
+            # No shared memory: it outlives a killed process, and a container may have little of it.
             options = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
             dataset = grain.experimental.WithOptionsIterDataset(dataset, options)
             dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=2))
         iterator = iter(dataset)
         try:
             with spawn.without_jax():
-                batch = next(iterator, self._empty)
-                iterator.get_state()  # the first batch starts the workers; this waits until all are started
+                batch = next(iterator, self._empty_batch)
+                iterator.get_state()  # the first batch starts the workers, and this call waits until all have started
             for step in itertools.count(start) if self.num_batches is None else range(start, self.num_batches):
-                yield batch if step == start else next(iterator, self._empty)
+                yield batch if step == start else next(iterator, self._empty_batch)
         finally:
             iterator.close()
 
 
-def _spread(seed: int) -> int:
-    # Grain's seed of epoch e is seed + e: without this, seed 1 would repeat the second epoch of seed 0.
+def _shuffle_seed(seed: int) -> int:
+    # Grain shuffles epoch e by seed + e. Without the hash, seed 1 would repeat the second epoch of seed 0.
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest(), "big")

@@ -1,6 +1,6 @@
-"""Conversion jobs over worker processes.
+"""Distribution of conversion jobs over worker processes.
 
-The functions that workers call stand here, not in `prepare`: what a main module defines cannot be found in a worker.
+The functions that workers call are defined here and not in `prepare`, because a worker cannot import them from the main module.
 """
 
 import signal
@@ -19,15 +19,20 @@ _POLL_SECONDS = 0.2
 
 
 def run(jobs: Sequence[Job], progress: Progress, workers: int) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Yields each job with what `convert` returned, as they finish; with one worker in this process.
+    """Yields each job with the result of `convert`, in the order in which the jobs finish.
+
+    Args:
+      jobs: the conversions to do.
+      progress: display to update while the jobs run.
+      workers: number of worker processes; with 1 this process does the conversions.
 
     Raises:
-      UserError: as `convert` does, after the other workers have stopped; also when one of them was killed.
+      UserError: a conversion raised it, or a worker was killed. The other workers have stopped by then.
     """
-    return _inline(jobs, progress) if workers == 1 else _pool(jobs, progress, workers)
+    return _run_here(jobs, progress) if workers == 1 else _run_in_workers(jobs, progress, workers)
 
 
-def _inline(jobs: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, dict[str, Any]]]:
+def _run_here(jobs: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, dict[str, Any]]]:
     for job in jobs:
         size = job.path.stat().st_size
 
@@ -37,22 +42,22 @@ def _inline(jobs: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, dict
         yield job, convert(job, report)
 
 
-# Shared with the workers: tokens written, bytes read, and whether to stop.
+# Indices into `_shared`, an array that all workers share: tokens written, bytes read, and a flag that tells workers to stop.
 _TOKENS, _BYTES, _STOP = range(3)
 _shared: Any = None
 
 
-def _share(counters: Any) -> None:
+def _init_worker(counters: Any) -> None:
     global _shared
     _shared = counters
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how the pool ends the rest after one was killed
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool sends SIGTERM to the remaining workers after one was killed
 
 
 class _Stopped(Exception):
     pass
 
 
-def _work(job: Job) -> dict[str, Any]:
+def _convert_in_worker(job: Job) -> dict[str, Any]:
     size = job.path.stat().st_size
 
     def report(tokens: int, fraction: float) -> None:
@@ -65,13 +70,13 @@ def _work(job: Job) -> dict[str, Any]:
     return convert(job, report)
 
 
-def _pool(jobs: Sequence[Job], progress: Progress, workers: int) -> Iterator[tuple[Job, dict[str, Any]]]:
+def _run_in_workers(jobs: Sequence[Job], progress: Progress, workers: int) -> Iterator[tuple[Job, dict[str, Any]]]:
     context = get_context("spawn")
     counters = context.Array("q", 3)
-    pool = futures.ProcessPoolExecutor(min(workers, max(len(jobs), 1)), context, _share, (counters,))
+    pool = futures.ProcessPoolExecutor(min(workers, max(len(jobs), 1)), context, _init_worker, (counters,))
     try:
         with spawn.without_jax():
-            waiting = {pool.submit(_work, job): job for job in jobs}
+            waiting = {pool.submit(_convert_in_worker, job): job for job in jobs}
         while waiting:
             done, _ = futures.wait(waiting, _POLL_SECONDS, futures.FIRST_COMPLETED)
             progress.set(counters[_TOKENS], counters[_BYTES])

@@ -3,8 +3,8 @@
     python -m xsa_jax.data.prepare --input 'fineweb/*.parquet' --tokenizer gpt2 --output tokens/
     python -m xsa_jax.data.prepare --verify --output tokens/
 
-One job per input file, over worker processes. Each finished file is recorded, so the same command continues after any
-interruption; the result does not depend on the number of workers.
+Worker processes convert one input file at a time. Each finished file is recorded, so the same command continues after any
+interruption. The store does not depend on the number of workers.
 """
 
 import argparse
@@ -28,15 +28,17 @@ from xsa_jax.errors import UserError
 
 
 def prepare(inputs: Sequence[str], output: str | os.PathLike[str], settings: Settings, workers: int = 1) -> dict[str, Any]:
-    """Makes the store, or continues making it, or finds it made. Returns its meta.
+    """Makes a token store, or continues an unfinished one. A finished store stays as it is. Returns the store's meta.
 
     Args:
-      inputs: paths and globs.
-      output: the store's folder.
-      workers: processes; 1 = none beside this one.
+      inputs: paths and globs of text files.
+      output: folder of the store.
+      settings: settings of the store.
+      workers: number of worker processes; with 1 this process does the work.
 
     Raises:
-      UserError: on unusable inputs, on a store made with other settings, and on broken text unless it is to be skipped.
+      UserError: an input or a setting is unusable, the folder holds a store of other inputs or settings, another process writes
+        into the folder, or a text is broken and `settings.on_error` is "fail".
     """
     if not 0 <= settings.validation_fraction <= 1:
         raise UserError(f"--validation-fraction {settings.validation_fraction}: expected a number from 0 to 1")
@@ -53,7 +55,7 @@ def prepare(inputs: Sequence[str], output: str | os.PathLike[str], settings: Set
     with _locked(folder):
         if (folder / store.META).exists():
             meta = store.read_meta(folder)
-            _check_same(folder, "finished", _plan_of(meta), plan, paths)
+            _check_same_plan(folder, "finished", _plan_from_meta(meta), plan, paths)
             shutil.rmtree(folder / store.WORK, ignore_errors=True)
             return meta
         work = _begin(folder, plan, paths)
@@ -74,7 +76,7 @@ def _plan(paths: Sequence[Path], encoder: tokenizer.Tokenizer, settings: Setting
     }
 
 
-def _plan_of(meta: dict[str, Any]) -> dict[str, Any]:
+def _plan_from_meta(meta: dict[str, Any]) -> dict[str, Any]:
     made = meta["made"]
     return {
         "format": meta["format"],
@@ -84,17 +86,17 @@ def _plan_of(meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_same(folder: Path, state: str, old: dict[str, Any], new: dict[str, Any], paths: Sequence[Path]) -> None:
-    # What "fail" let through holds no broken document, so "skip" would have written the same.
-    same = {"on_error"} if new["on_error"] == "skip" else set()
-    fields = [key for key in new if key != "inputs" and key not in same]
+def _check_same_plan(folder: Path, state: str, old: dict[str, Any], new: dict[str, Any], paths: Sequence[Path]) -> None:
+    # Files that were converted under "fail" had no broken document, so "skip" would have written the same shards.
+    may_differ = {"on_error"} if new["on_error"] == "skip" else set()
+    fields = [key for key in new if key != "inputs" and key not in may_differ]
     changes = [f"{key} was {old.get(key)!r}, now {new[key]!r}" for key in fields if old.get(key) != new[key]]
     was, now = old["inputs"], new["inputs"]
     if [entry["name"] for entry in was] != [entry["name"] for entry in now]:
-        changes.append(f"the list of inputs had {_names(was)}, now {_names(now)}")
+        changes.append(f"the list of inputs had {_listing(was)}, now {_listing(now)}")
     else:
         changes += [
-            f"input {a['name']} changed (it had {_stamp(a)}, now {_stamp(b)})"
+            f"input {a['name']} changed (it had {_size_and_time(a)}, now {_size_and_time(b)})"
             for a, b, path in zip(was, now, paths, strict=True)
             if not _same_input(a, b, path)
         ]
@@ -106,22 +108,22 @@ def _check_same(folder: Path, state: str, old: dict[str, Any], new: dict[str, An
 
 
 def _same_input(was: dict[str, Any], now: dict[str, Any], path: Path) -> bool:
-    # Only what was touched is worth reading again.
+    # A file is read again only if its modification time changed.
     return was["size"] == now["size"] and (was["mtime_ns"] == now["mtime_ns"] or was.get("hash") == file_hash(path))
 
 
-def _names(entries: Sequence[dict[str, Any]]) -> str:
+def _listing(entries: Sequence[dict[str, Any]]) -> str:
     names = [entry["name"] for entry in entries]
     return f"{len(names)} files ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
 
 
-def _stamp(entry: dict[str, Any]) -> str:
+def _size_and_time(entry: dict[str, Any]) -> str:
     return f"{entry['size']} bytes of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(entry['mtime_ns'] / 1e9))}"
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    # The kernel drops the lock when its holder dies, however it dies.
+    # The kernel releases the lock when its holder dies, whatever the cause.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,21 +135,21 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _begin(folder: Path, plan: dict[str, Any], paths: Sequence[Path]) -> Path:
-    """Starts the folder of an unfinished preparation, or checks that what it holds may be continued."""
+    """Creates the work folder of a preparation, or checks that the existing one may be continued. Returns the work folder."""
     work = folder / store.WORK
     file = work / "plan.json"
     if file.exists():
         old = json.loads(file.read_text(encoding="utf-8"))
         for index, (was, now) in enumerate(zip(old["inputs"], plan["inputs"], strict=False)):
-            if _record(work, index).exists():
+            if _record_path(work, index).exists():
                 was["hash"] = _read_record(work, index)["hash"]
             elif was["name"] == now["name"]:
-                was.update(now)  # an input that is still to be read may be mended
-        _check_same(folder, "half-made", old, plan, paths)
+                was.update(now)  # an input that was not converted yet may have changed
+        _check_same_plan(folder, "half-made", old, plan, paths)
     else:
-        strangers = sorted(path.name for path in folder.iterdir() if path.name != store.WORK)
-        if strangers:
-            raise UserError(f"--output {folder}: not empty (it has {', '.join(strangers[:5])}); expected a new folder")
+        other_files = sorted(path.name for path in folder.iterdir() if path.name != store.WORK)
+        if other_files:
+            raise UserError(f"--output {folder}: not empty (it has {', '.join(other_files[:5])}); expected a new folder")
         work.mkdir(exist_ok=True)
     store.write_json(file, plan)
     for leftover in folder.rglob("*.tmp"):
@@ -155,21 +157,21 @@ def _begin(folder: Path, plan: dict[str, Any], paths: Sequence[Path]) -> Path:
     return work
 
 
-def _record(work: Path, index: int) -> Path:
+def _record_path(work: Path, index: int) -> Path:
     return work / f"{index:05}.json"
 
 
 def _read_record(work: Path, index: int) -> dict[str, Any]:
-    return json.loads(_record(work, index).read_text(encoding="utf-8"))
+    return json.loads(_record_path(work, index).read_text(encoding="utf-8"))
 
 
 def _run(jobs: Sequence[Job], work: Path, workers: int) -> None:
-    pending = [job for job in jobs if not _record(work, job.index).exists()]
-    total, left = (sum(job.path.stat().st_size for job in some) for some in (jobs, pending))
+    pending = [job for job in jobs if not _record_path(work, job.index).exists()]
+    total, left = (sum(job.path.stat().st_size for job in subset) for subset in (jobs, pending))
     progress = Progress(total, total - left)
     with contextlib.closing(progress):
         for job, result in pool.run(pending, progress, workers):
-            store.write_json(_record(work, job.index), result)
+            store.write_json(_record_path(work, job.index), result)
 
 
 def _finish(folder: Path, jobs: Sequence[Job], plan: dict[str, Any], encoder: tokenizer.Tokenizer) -> dict[str, Any]:
@@ -184,26 +186,26 @@ def _finish(folder: Path, jobs: Sequence[Job], plan: dict[str, Any], encoder: to
     for result in results:
         skipped.update(result["skipped"])
     if not splits:
-        raise UserError(f"--input: no document in {_names(plan['inputs'])}; skipped: {dict(skipped) or 'none'}")
-    named = [line for result in results for line in result["named"]]
-    if named:
-        (folder / "skipped.txt").write_text("".join(f"{line}\n" for line in named), encoding="utf-8")
+        raise UserError(f"--input: no document in {_listing(plan['inputs'])}; skipped: {dict(skipped) or 'none'}")
+    skipped_lines = [line for result in results for line in result["named"]]
+    if skipped_lines:
+        (folder / "skipped.txt").write_text("".join(f"{line}\n" for line in skipped_lines), encoding="utf-8")
     if isinstance(encoder, tokenizer.JsonFile):
         (folder / "tokenizer.json").write_bytes(encoder.json)
-    described = {key: getattr(encoder, key) for key in ("name", "fingerprint", "vocab_size", "eot_id")}
+    tokenizer_meta = {key: getattr(encoder, key) for key in ("name", "fingerprint", "vocab_size", "eot_id")}
     made = {
         "validation_fraction": plan["validation_fraction"],
         "on_error": plan["on_error"],
         "inputs": [entry | {"hash": result["hash"]} for entry, result in zip(plan["inputs"], results, strict=True)],
         "skipped": dict(sorted(skipped.items())),
     }
-    meta = store.write_meta(folder, described, token_dtype(encoder.vocab_size).name, plan["eot"], splits, made)
+    meta = store.write_meta(folder, tokenizer_meta, token_dtype(encoder.vocab_size).name, plan["eot"], splits, made)
     shutil.rmtree(work)
     return meta
 
 
 def summary(meta: dict[str, Any]) -> str:
-    """The table shown at the end."""
+    """A text table of the splits of a store, with its skipped documents and its tokenizer."""
     rows = [f"{'split':<12}{'documents':>14}{'tokens':>18}{'bytes':>18}{'bytes/token':>13}"]
     for name, split in meta["splits"].items():
         ratio = split["bytes"] / split["tokens"]
@@ -215,16 +217,16 @@ def summary(meta: dict[str, Any]) -> str:
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m xsa_jax.data.prepare", description=__doc__.splitlines()[0])
-    parser.add_argument("--input", nargs="+", action="extend", help=f"paths or quoted globs; {' '.join(text.SUFFIXES)}")
-    parser.add_argument("--tokenizer", help="gpt2, bytes, or the path of a tokenizers JSON file")
-    parser.add_argument("--output", required=True, help="the folder of the store")
+    parser.add_argument("--input", nargs="+", action="extend", help=f"paths or quoted globs of files in {' '.join(text.SUFFIXES)}")
+    parser.add_argument("--tokenizer", help="gpt2, bytes, or the path of a JSON file of the tokenizers library")
+    parser.add_argument("--output", required=True, help="folder of the store")
     parser.add_argument(
-        "--validation-fraction", type=float, default=0.005, help="share of documents held out, by hash (%(default)s)"
+        "--validation-fraction", type=float, default=0.005, help="share of held-out documents, selected by hash (%(default)s)"
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: one per core")
-    parser.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="what a broken file or document does (fail)")
-    parser.add_argument("--eot", choices=tuple(EOTS_PER_DOCUMENT), default="end", help="end-of-text tokens (%(default)s)")
-    parser.add_argument("--verify", action="store_true", help="read the store in --output again and compare its hashes; no --input")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="number of processes (one per core)")
+    parser.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="treatment of broken documents (%(default)s)")
+    parser.add_argument("--eot", choices=tuple(EOTS_PER_DOCUMENT), default="end", help="place of end-of-text tokens (%(default)s)")
+    parser.add_argument("--verify", action="store_true", help="check the hashes of the store in --output; takes no --input")
     args = parser.parse_args(argv)
     if args.verify == bool(args.input) or args.verify == bool(args.tokenizer):
         parser.error("expected --input and --tokenizer to make a store, or --verify alone to check one")
@@ -239,6 +241,7 @@ def _verify(output: str) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
     args = _arguments(argv)
     try:
         if args.verify:

@@ -2,8 +2,8 @@
 
     python -m xsa_jax.data.python_text --output DIR
 
-The language reference that `help()` shows and the docstrings of the standard library, about 2 MB, as parquet files with
-FineWeb's nine columns, so that the demo runs the path that real data runs.
+The corpus is the language reference that `help()` shows and the docstrings of the standard library, about 2 MB. It is written as
+parquet files with FineWeb's nine columns, so that the demo takes the same path as real data.
 """
 
 import argparse
@@ -33,19 +33,23 @@ _SCHEMA = pa.schema([
 
 
 def documents() -> Iterator[tuple[str, str]]:
-    """Yields (where it stands, text), each text once, in an order that depends on the Python version alone."""
+    """Yields (location, text) of each distinct document, in an order that depends only on the Python version."""
     seen = set()
-    for where, text in (*_topics(), *_docstrings(Path(sysconfig.get_path("stdlib")))):
+    for location, text in (*_topics(), *_docstrings(Path(sysconfig.get_path("stdlib")))):
         text = inspect.cleandoc(text).strip()
         if len(text) >= _LEAST_CHARACTERS and text not in seen:
             seen.add(text)
-            yield where, text
+            yield location, text
 
 
 def write(output: Path) -> list[Path]:
-    """Writes the corpus as `FILES` parquet files, leaving those alone that hold it already, and returns their paths."""
-    rows = [_row(where, text) for where, text in documents()]
-    # By hash, so that every file holds a like mixture.
+    """Writes the corpus as `FILES` parquet files, and returns their paths. A file with the right content is not written again.
+
+    Raises:
+      OSError: the folder `output` cannot be written.
+    """
+    rows = [_row(location, text) for location, text in documents()]
+    # Sorted by hash, so that every file holds a similar mixture.
     rows.sort(key=lambda row: str(row["id"]))
     output.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -54,9 +58,9 @@ def write(output: Path) -> list[Path]:
         buffer = io.BytesIO()
         pq.write_table(pa.Table.from_pylist(rows[index::FILES], _SCHEMA), buffer, compression="zstd", row_group_size=500)
         if not path.exists() or path.read_bytes() != buffer.getvalue():
-            scratch = path.with_name(f"{path.name}.tmp")
-            scratch.write_bytes(buffer.getvalue())
-            scratch.replace(path)
+            temporary = path.with_name(f"{path.name}.tmp")
+            temporary.write_bytes(buffer.getvalue())
+            temporary.replace(path)
         paths.append(path)
     return paths
 
@@ -68,19 +72,19 @@ def _topics() -> Iterator[tuple[str, str]]:
 
 def _docstrings(library: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(library.rglob("*.py")):
-        where = path.relative_to(library)
-        if _NOT_PROSE.isdisjoint(where.parts):
-            for name, text in _of_file(path):
-                yield f"{where.as_posix()}#{name}", text
+        location = path.relative_to(library)
+        if _NOT_PROSE.isdisjoint(location.parts):
+            for name, text in _docstrings_of_file(path):
+                yield f"{location.as_posix()}#{name}", text
 
 
-def _of_file(path: Path) -> Iterator[tuple[str, str]]:
+def _docstrings_of_file(path: Path) -> Iterator[tuple[str, str]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old escape sequences in the library's own strings
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return  # templates that only look like Python
+        return  # a template that only looks like Python
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
@@ -88,7 +92,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, str]]:
                 yield getattr(node, "name", path.stem), text
 
 
-def _row(where: str, text: str) -> dict[str, object]:
+def _row(location: str, text: str) -> dict[str, object]:
     version = platform.python_version()
     return {
         "text": text,
@@ -96,14 +100,15 @@ def _row(where: str, text: str) -> dict[str, object]:
         "dump": f"python-{version}",
         "url": f"https://docs.python.org/{sys.version_info.major}.{sys.version_info.minor}/",
         "date": "",
-        "file_path": where,
+        "file_path": location,
         "language": "en",
         "language_score": 1.0,
-        "token_count": len(text.encode()),  # of the `bytes` tokenizer
+        "token_count": len(text.encode()),  # the count of the `bytes` tokenizer
     }
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m xsa_jax.data.python_text", description=__doc__.splitlines()[0])
     parser.add_argument("--output", required=True, type=Path, help="the folder for the parquet files")
     args = parser.parse_args(argv)

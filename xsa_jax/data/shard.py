@@ -16,11 +16,28 @@ from xsa_jax.files import sync_folder
 
 EotPolicy = Literal["end", "start", "both", "none"]
 EOTS_PER_DOCUMENT: Mapping[str, int] = {"end": 1, "start": 1, "both": 2, "none": 0}
-MOST_MAPS = 128  # open at once, each with a file descriptor, of which a process may have as few as 256
+MAX_MAPS = 128  # memory maps open at once; each holds a file descriptor, and a process may have as few as 256
 
 
 class Shard:
-    """The documents of one input file in one split."""
+    """The documents of one input file in one split, read by memory map.
+
+    Args:
+      store: folder of the store.
+      split: "train" or "validation".
+      record: the shard's entry in meta.json.
+      dtype: dtype of the token ids.
+
+    Attributes:
+      path: path of the shard's files without their suffixes.
+      hash: hash of the content.
+      num_tokens: number of tokens, end-of-text tokens included.
+      num_documents: number of documents.
+      num_bytes: number of UTF-8 bytes of the documents' text.
+
+    Raises:
+      UserError: a file is missing, unreadable, or of another length or dtype than the record says.
+    """
 
     def __init__(self, store: Path, split: str, record: Mapping[str, Any], dtype: np.dtype):
         self.path = store / split / record["name"]
@@ -28,19 +45,25 @@ class Shard:
         self.num_tokens: int = record["tokens"]
         self.num_documents: int = record["documents"]
         self.num_bytes: int = record["bytes"]
-        self._tokens = _check(self.path.with_name(f"{self.path.name}.tokens.npy"), self.num_tokens, dtype)
-        self._starts = _check(self.path.with_name(f"{self.path.name}.starts.npy"), self.num_documents, np.dtype(np.uint64))
+        self._tokens = _checked_file(self.path.with_name(f"{self.path.name}.tokens.npy"), self.num_tokens, dtype)
+        self._starts = _checked_file(self.path.with_name(f"{self.path.name}.starts.npy"), self.num_documents, np.dtype(np.uint64))
 
     @property
     def tokens(self) -> np.ndarray:
+        """Token ids of all documents, one after the other, [num_tokens]."""
         return _map(self._tokens)
 
     @property
     def starts(self) -> np.ndarray:
+        """Position of the first token of each document, uint64 [num_documents]."""
         return _map(self._starts)
 
     def verify(self, eot: EotPolicy, eot_id: int) -> None:
-        """Raises: UserError when the content is not what was written."""
+        """Reads the shard, and checks its hash and its end-of-text tokens.
+
+        Raises:
+          UserError: the content differs from what was written.
+        """
         tokens = self.tokens
         hashes = [hashlib.blake2b(array.data, digest_size=16) for array in (tokens, self.starts)]
         if shard_hash(*hashes) != self.hash:
@@ -59,7 +82,7 @@ class Shard:
             )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a file written anew under the same name is another one to `_map`
+@dataclasses.dataclass(frozen=True, eq=False)  # so that `_map` never returns the map of an older file of this name
 class _NpyFile:
     path: Path
     offset: int
@@ -67,7 +90,7 @@ class _NpyFile:
     dtype: np.dtype
 
 
-def _check(path: Path, length: int, dtype: np.dtype) -> _NpyFile:
+def _checked_file(path: Path, length: int, dtype: np.dtype) -> _NpyFile:
     try:
         array = np.load(path, mmap_mode="r")
     except FileNotFoundError:
@@ -84,22 +107,27 @@ def _check(path: Path, length: int, dtype: np.dtype) -> _NpyFile:
     return _NpyFile(path, array.offset, length, dtype)
 
 
-@functools.lru_cache(MOST_MAPS)
+@functools.lru_cache(MAX_MAPS)
 def _map(file: _NpyFile) -> np.ndarray:
     try:
         return np.memmap(file.path, file.dtype, "r", file.offset, file.length)
-    except (OSError, ValueError) as error:  # ValueError: it has shrunk since it was checked
+    except (OSError, ValueError) as error:  # ValueError: the file has shrunk since it was checked
         raise _unreadable(file.path, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{path}: cannot be mapped into memory ({error}); expected a readable file, and room for {MOST_MAPS} open ones"
-    )
+    return UserError(f"{path}: cannot be mapped into memory ({error}); expected a readable file, and room for {MAX_MAPS} open ones")
 
 
 class ShardWriter:
-    """Writes one shard, in memory bounded by one batch; without a `commit`, leaving the context leaves nothing behind."""
+    """Writes one shard, in memory bounded by one batch of documents. Leaving its context without `commit` deletes the files.
+
+    Args:
+      store: folder of the store.
+      split: "train" or "validation".
+      name: name of the shard.
+      dtype: dtype of the token ids.
+    """
 
     def __init__(self, store: Path, split: str, name: str, dtype: np.dtype):
         folder = store / split
@@ -117,7 +145,12 @@ class ShardWriter:
             writer.close(keep=False)
 
     def add(self, documents: Sequence[Sequence[int]], num_bytes: int) -> None:
-        """Appends documents, none of them empty; num_bytes is what their text measures in UTF-8."""
+        """Appends documents.
+
+        Args:
+          documents: token ids of each document; none is empty.
+          num_bytes: number of UTF-8 bytes of their text.
+        """
         if not documents:
             return
         lengths = np.array([len(ids) for ids in documents], np.int64)
@@ -128,7 +161,7 @@ class ShardWriter:
         self._num_bytes += num_bytes
 
     def commit(self) -> dict[str, Any] | None:
-        """Makes the shard durable under its final name. Returns its record for meta.json, or None when it has no document."""
+        """Makes the shard durable under its final name. Returns its record for meta.json, or None if it has no documents."""
         record = {
             "name": self._name,
             "tokens": self._tokens.length,
@@ -142,11 +175,12 @@ class ShardWriter:
 
 
 def shard_hash(*parts: Any) -> str:
+    """Hex digest of a shard, from the hash objects of its files in order."""
     return hashlib.blake2b(b"".join(part.digest() for part in parts), digest_size=16).hexdigest()
 
 
 class _NpyWriter:
-    """A one-dimensional .npy file that grows; numpy leaves room in the header for the final length."""
+    """Writes a one-dimensional .npy file of growing length. The header has room for the final length."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.dtype = dtype.newbyteorder("<")
@@ -154,8 +188,8 @@ class _NpyWriter:
         self.hash = hashlib.blake2b(digest_size=16)
         self._path = path
         self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        self._file = open(self._temporary, "wb")  # noqa: SIM115 (lives as long as the writer)
-        self._header()
+        self._file = open(self._temporary, "wb")  # noqa: SIM115 (open as long as the writer)
+        self._write_header()
 
     def append(self, array: np.ndarray) -> None:
         data = array.astype(self.dtype, copy=False).data
@@ -167,18 +201,18 @@ class _NpyWriter:
         if self._file.closed:
             return
         if not keep:
-            with contextlib.suppress(OSError):  # on a full disk what is left in the buffer cannot be written
+            with contextlib.suppress(OSError):  # on a full disk the rest of the buffer cannot be written
                 self._file.close()
             self._temporary.unlink()
             return
         self._file.seek(0)
-        self._header()
+        self._write_header()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self._path)
         sync_folder(self._path.parent)
 
-    def _header(self) -> None:
+    def _write_header(self) -> None:
         header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.length,)}
         np.lib.format.write_array_header_1_0(self._file, header)

@@ -1,8 +1,8 @@
 """Worker processes in which jax cannot be imported.
 
-A spawned worker imports the main module of its parent anew, and a trainer's main module imports jax; Grain imports jax
-and orbax when it finds them. A worker that has jax can wait for, or take, the accelerator that its parent holds. So while workers
-start, `without_jax` names this module as the main one. In the worker it then runs before anything else does.
+A spawned worker imports the main module of its parent, and a trainer's main module imports jax. Grain also imports jax and orbax
+where they are installed. A worker with jax can block on the accelerator of its parent, or take it. Therefore `without_jax` names
+this module as the main module while workers start. A worker then runs this module before any other code.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_jax() -> Iterator[None]:
-    """Processes spawned by multiprocessing inside this context cannot import jax and outlive no parent, which alone ends them.
+    """A context in which multiprocessing spawns workers that cannot import jax.
 
-    They ignore SIGINT and SIGTERM: ctrl-C and a scheduler's notice reach the whole process group, and the parent still needs
-    its workers to finish the step under way.
+    The parent alone ends such a worker, and the worker exits when its parent dies. It ignores SIGINT and SIGTERM, because ctrl-C
+    and a scheduler's notice reach the whole process group, while the parent still needs its workers to finish the current step.
     """
     main = sys.modules["__main__"]
     spec = main.__spec__
@@ -31,8 +31,8 @@ def without_jax() -> Iterator[None]:
         main.__spec__ = spec
 
 
-def _exit_with(parent: int) -> None:
-    # A parent killed by SIGKILL cannot stop its workers; they would wait on their queues for ever.
+def _exit_with_parent(parent: int) -> None:
+    # A parent killed by SIGKILL cannot stop its workers; they would wait on their queues forever.
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -48,6 +48,6 @@ if __name__ == "__mp_main__":
     for blocked in ("jax", "jaxlib", "flax", "orbax"):
         sys.modules[blocked] = None  # type: ignore[assignment]
     _quiet_grain()
-    for notice in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(notice, signal.SIG_IGN)
-    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()

@@ -1,13 +1,13 @@
-"""The token store: a folder that holds tokenized text, written once and read at random by memory map.
+"""The token store: a folder of tokenized text, written once and read at random positions by memory map.
 
-    meta.json                   what it is: tokenizer, policy, counts, hashes; its presence says the store is complete
-    tokenizer.json              only when a `tokenizers` JSON file made it
-    skipped.txt                 only when documents were left out: which and why
-    train/00000.tokens.npy      all documents of one input file end to end, uint16 or uint32 by vocabulary
-    train/00000.starts.npy      uint64, where in that file each document starts
+    meta.json                   tokenizer, end-of-text policy, counts and hashes; a store with this file is complete
+    tokenizer.json              copy of the `tokenizers` JSON file, if one was used
+    skipped.txt                 skipped documents with the reason, if there are any
+    train/00000.tokens.npy      token ids of all documents of one input file, uint16 or uint32 by vocabulary
+    train/00000.starts.npy      position of each document's first token in that file, uint64
     validation/...
 
-Any context length reads from the same store. A store does not depend on the machine or on how many workers made it.
+One store serves every context length. A store does not depend on the machine or on the number of workers that made it.
 """
 
 import hashlib
@@ -30,13 +30,15 @@ WORK = "work"  # the folder of an unfinished preparation
 
 
 class TokenStore:
-    """A finished store.
+    """A finished token store.
 
     Attributes:
-      path: its folder.
-      meta: meta.json; see `write_meta` for the fields.
-      hash: of the content, whoever made it and wherever it lies.
-      tokenizer_name, vocab_size, eot_id: of the tokenizer.
+      path: folder of the store.
+      meta: content of meta.json; see `write_meta` for the fields.
+      hash: hash of the content; it does not depend on the path or on how the store was made.
+      tokenizer_name: name of the tokenizer.
+      vocab_size: vocabulary size of the tokenizer.
+      eot_id: token id of the tokenizer's end of text.
     """
 
     def __init__(self, path: Path, meta: dict[str, Any]):
@@ -50,10 +52,10 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "TokenStore":
-        """Opens the store and checks its description and the size of every file, without reading the tokens.
+        """Opens a store and checks its meta and the size of every file, without reading the tokens.
 
         Raises:
-          UserError: when there is none, it is unfinished, of another format, or damaged.
+          UserError: there is no store, or it is unfinished, damaged or of another format.
         """
         folder = Path(path)
         meta = read_meta(folder)
@@ -63,7 +65,11 @@ class TokenStore:
         return store
 
     def split(self, name: str) -> "Split":
-        """Raises: UserError when the store has no such split."""
+        """The split "train" or "validation".
+
+        Raises:
+          UserError: the store has no such split.
+        """
         if name not in self.meta["splits"]:
             raise UserError(
                 f"{self.path} has no {name!r} split; it has {', '.join(self.meta['splits'])}. It was made with "
@@ -77,7 +83,7 @@ class TokenStore:
         """The tokenizer that made the store.
 
         Raises:
-          UserError: when the installed one is not the same.
+          UserError: the tokenizer cannot be loaded, or the installed one has another fingerprint.
         """
         copy = self.path / "tokenizer.json"
         found = tokenizers.load(str(copy) if copy.exists() else self.tokenizer_name)
@@ -89,10 +95,10 @@ class TokenStore:
         return found
 
     def verify(self) -> None:
-        """Reads everything again and compares hashes, counts and the place of every end-of-text token.
+        """Reads every shard, and checks hashes, counts and the position of every end-of-text token.
 
         Raises:
-          UserError: naming the first damaged shard.
+          UserError: a shard is damaged. The message names the first such shard.
         """
         for name in self.meta["splits"]:
             for shard in self.split(name).shards:
@@ -100,12 +106,17 @@ class TokenStore:
 
 
 class Split:
-    """One split as a single run of tokens, whatever the shards.
+    """One split as a single sequence of tokens, across the borders of shards.
 
     Attributes:
-      num_tokens, num_documents: with end-of-text tokens counted.
-      num_bytes: UTF-8 bytes of the documents' text.
-      bytes_per_token: their mean, which turns nats per token into bits per byte.
+      store_path: folder of the store.
+      name: "train" or "validation".
+      dtype: dtype of the token ids.
+      shards: shards of the split, in order.
+      num_tokens: number of tokens, end-of-text tokens included.
+      num_documents: number of documents.
+      num_bytes: number of UTF-8 bytes of the documents' text.
+      bytes_per_token: mean number of bytes per token, which converts nats per token to bits per byte.
     """
 
     def __init__(self, store: TokenStore, name: str):
@@ -117,36 +128,40 @@ class Split:
         self.num_documents = sum(shard.num_documents for shard in self.shards)
         self.num_bytes = sum(shard.num_bytes for shard in self.shards)
         self.bytes_per_token = self.num_bytes / self.num_tokens
-        self._first = np.cumsum([0] + [shard.num_tokens for shard in self.shards])
+        self._shard_starts = np.cumsum([0] + [shard.num_tokens for shard in self.shards])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A memory map pickles as its whole content; a worker opens the files itself.
+        # A memory map would be pickled with its whole content. Instead, a worker opens the files.
         return _open_split, (self.store_path, self.name)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start to stop - 1 of the split, copied, in the store's dtype.
+        """A copy of the tokens in [start, stop), [stop - start] in the store's dtype.
 
         Raises:
-          IndexError: when the range leaves the split.
+          IndexError: the range exceeds the split.
         """
         return self._gather(start, stop, lambda shard, base, a, b: shard.tokens[a:b], self.dtype)
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """Positions in [start, stop) at which a document starts, ascending, int64."""
+        """Positions in [start, stop) at which a document starts, ascending, int64.
 
-        def of_shard(shard: "Shard", base: int, a: int, b: int) -> np.ndarray:
+        Raises:
+          IndexError: the range exceeds the split.
+        """
+
+        def starts_in_shard(shard: "Shard", base: int, a: int, b: int) -> np.ndarray:
             low, high = np.searchsorted(shard.starts, np.array([a, b], np.uint64))
             return shard.starts[low:high].astype(np.int64) + base
 
-        return self._gather(start, stop, of_shard, np.dtype(np.int64))
+        return self._gather(start, stop, starts_in_shard, np.dtype(np.int64))
 
     def _gather(self, start: int, stop: int, read: Any, dtype: np.dtype) -> np.ndarray:
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
         parts = []
-        index = int(np.searchsorted(self._first, start, side="right")) - 1
+        index = int(np.searchsorted(self._shard_starts, start, side="right")) - 1
         while start < stop:
-            shard, base = self.shards[index], int(self._first[index])
+            shard, base = self.shards[index], int(self._shard_starts[index])
             end = min(stop, base + shard.num_tokens)
             parts.append(read(shard, base, start - base, end - base))
             start, index = end, index + 1
@@ -160,12 +175,15 @@ def _open_split(path: Path, name: str) -> Split:
 def write_meta(
     path: Path, tokenizer: dict[str, Any], dtype: str, eot: EotPolicy, splits: Mapping[str, list[Any]], made: dict[str, Any]
 ) -> dict[str, Any]:
-    """Finishes a store and returns its meta.
+    """Completes a store by writing its meta, and returns the meta.
 
     Args:
-      tokenizer: name, fingerprint, vocab_size, eot_id.
-      splits: the shards' records by split, as `ShardWriter.commit` returned them.
-      made: how it was made (validation_fraction, on_error, inputs, skipped); not part of the hash.
+      path: folder of the store.
+      tokenizer: name, fingerprint, vocab_size and eot_id of the tokenizer.
+      dtype: name of the dtype of the token ids.
+      eot: positions of end-of-text tokens in each document.
+      splits: records of the shards by split, as `ShardWriter.commit` returned them.
+      made: origin of the store (validation_fraction, on_error, inputs, skipped); it is not part of the hash.
     """
     totals = {
         name: {total: sum(shard[total] for shard in shards) for total in ("tokens", "documents", "bytes")} | {"shards": shards}
@@ -178,7 +196,11 @@ def write_meta(
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Raises: UserError when there is no finished store of this format, or its description is damaged."""
+    """The content of meta.json, which `write_meta` wrote.
+
+    Raises:
+      UserError: there is no finished store of this format, or meta.json is damaged.
+    """
     file = path / META
     if not file.exists():
         if (path / WORK).exists():

@@ -1,6 +1,6 @@
-"""Documents from files: parquet with a `text` column, and JSON lines, plain or compressed.
+"""Reading of documents from files: parquet with a `text` column, and JSON lines, plain or compressed.
 
-FineWeb's parquet has nine columns, of which only `text` is read. Memory stays bounded by one batch of documents.
+Of FineWeb's nine parquet columns only `text` is read. Memory is bounded by one batch of documents.
 """
 
 import glob
@@ -19,7 +19,7 @@ from xsa_jax.errors import UserError
 
 OnError = Literal["skip", "fail"]
 BATCH_DOCUMENTS = 256
-NAMED_MOST = 1000  # problems written out per file; all are counted
+NAMED_MOST = 1000  # largest number of skipped documents per file that get a line in `Reader.named`
 
 _TEXT_TYPES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -28,10 +28,13 @@ SUFFIXES = (".parquet", *_JSON_SUFFIXES, *(json + packed for json in _JSON_SUFFI
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:
-    """The files that paths and globs name: sorted within a glob, in the order given between them, each once.
+    """The distinct files that match the patterns, in the order of the patterns. The matches of a glob are sorted.
+
+    Args:
+      patterns: paths and globs.
 
     Raises:
-      UserError: when a pattern matches nothing, or a file has a suffix that is not in `SUFFIXES`.
+      UserError: a pattern matches nothing or a folder, or a file has a suffix that is not in `SUFFIXES`.
     """
     files: dict[str, Path] = {}
     for pattern in patterns:
@@ -49,12 +52,14 @@ def expand(patterns: Sequence[str]) -> list[Path]:
 
 
 class Reader:
-    """The documents of one file.
+    """Reads the documents of one file.
 
     Attributes:
-      skipped: how many documents (for `unreadable_file`: files) were left out, by reason.
-      named: one line for each of the first `NAMED_MOST` of them.
-      fraction: how much of the file was read, from 0 to 1.
+      path: path of the file.
+      on_error: whether a broken document or file is skipped or raises an error.
+      skipped: number of skipped documents by reason; for "unreadable_file", the number of files.
+      named: one line for each of the first `NAMED_MOST` skipped documents.
+      fraction: fraction of the file that was read, from 0 to 1.
     """
 
     def __init__(self, path: Path, on_error: OnError):
@@ -68,7 +73,7 @@ class Reader:
         """Yields lists of non-empty documents, in file order.
 
         Raises:
-          UserError: on a broken file or document when `on_error` is "fail"; names the file and the row.
+          UserError: the file or a document is broken and `on_error` is "fail". The message names the file and the row.
         """
         yield from self._parquet() if self.path.name.endswith(".parquet") else self._json_lines()
         self.fraction = 1.0
@@ -148,7 +153,7 @@ class Reader:
             record: Any = json.loads(data.decode())
             text = record["text"] if isinstance(record, dict) and "text" in record else self
             if isinstance(text, str):
-                text.encode()  # JSON can spell a lone surrogate, which no UTF-8 can
+                text.encode()  # JSON can hold a lone surrogate, which UTF-8 cannot encode
         except UnicodeError as error:
             self._reject("not_utf8", where, f"not UTF-8 ({error})")
             return None
@@ -166,9 +171,9 @@ class Reader:
 
 def _decompress(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
     compression = _COMPRESSION.get(path.suffix)
-    # pyarrow's streams, unlike the zstandard package's, notice a frame that was cut short.
+    # pyarrow's streams report a truncated zstd frame; those of the zstandard package do not.
     stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, "r"), compression) if compression else raw
-    return io.BufferedReader(stream, 1 << 16)  # also what a truncated file may lose beyond the cut
+    return io.BufferedReader(stream, 1 << 16)  # a truncated file may lose this many bytes before the cut, too
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""Text <-> token ids: GPT-2 through tiktoken, raw bytes, or any `tokenizers` JSON file.
+"""Tokenizers: GPT-2 through tiktoken, raw bytes, or any JSON file of the `tokenizers` library.
 
-Special tokens spelled out inside a document are ordinary text: only `prepare` places end-of-text tokens, so that none can
-be lost or doubled.
+A special token that is spelled out in a document is encoded as ordinary text. Only `prepare` adds end-of-text tokens, so none is
+lost or doubled.
 """
 
 import hashlib
@@ -17,24 +17,37 @@ _EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "<
 
 
 class Tokenizer(Protocol):
-    """name and fingerprint say which it is, and by content; ids run from 0 to vocab_size - 1, eot_id ends a document."""
+    """A map between text and token ids.
+
+    Attributes:
+      name: name of the tokenizer.
+      vocab_size: number of token ids, which run from 0 to vocab_size - 1.
+      eot_id: token id of the end of text.
+      fingerprint: identifier of the content; tokenizers with the same fingerprint encode alike.
+    """
 
     name: str
     vocab_size: int
     eot_id: int
     fingerprint: str
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, without end-of-text tokens."""
+        ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; end-of-text tokens are spelled out."""
+        ...
 
 
 def load(name: str) -> Tokenizer:
-    """Args:
+    """Loads a tokenizer.
+
+    Args:
       name: "gpt2", "bytes", or the path of a `tokenizers` JSON file.
 
     Raises:
-      UserError: when there is no such tokenizer or its files cannot be had; says what to do.
+      UserError: there is no such tokenizer, or its files are unavailable or invalid. The message says what to do.
     """
     if name == "gpt2":
         return GPT2()
@@ -47,7 +60,7 @@ def load(name: str) -> Tokenizer:
 
 
 class Bytes:
-    """UTF-8 bytes as ids 0 to 255, and 256 for end of text."""
+    """UTF-8 bytes as ids 0 to 255, and id 256 for the end of text."""
 
     name = "bytes"
     vocab_size = 257
@@ -55,14 +68,22 @@ class Bytes:
     fingerprint = "utf8-bytes-eot256"
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """See `Tokenizer`."""
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`."""
         pieces = [b"<|endoftext|>" if i == self.eot_id else bytes([i]) for i in ids]
         return b"".join(pieces).decode(errors="replace")
 
 
 class GPT2:
+    """The GPT-2 tokenizer of tiktoken.
+
+    Raises:
+      UserError: the files of the tokenizer are not in tiktoken's cache and cannot be fetched.
+    """
+
     name = "gpt2"
 
     def __init__(self) -> None:
@@ -78,15 +99,26 @@ class GPT2:
         self.fingerprint = _digest(ranks + self._encoding._pat_str.encode())
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """See `Tokenizer`."""
         return [self._encoding.encode_ordinary(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`."""
         return self._encoding.decode(list(ids))
 
 
 class JsonFile:
+    """A tokenizer from a JSON file of the `tokenizers` library.
+
+    Attributes:
+      json: content of the file.
+
+    Raises:
+      UserError: the file is not of the library, or has no known end-of-text token.
+    """
+
     def __init__(self, path: Path):
-        # One process per file already fills the cores.
+        # The worker processes already use every core.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
@@ -103,15 +135,17 @@ class JsonFile:
         if eot is None:
             raise UserError(f"tokenizer {path}: found no end-of-text token; expected one of {', '.join(_EOT_NAMES)}")
         self.eot_id = vocabulary[eot]
-        # A saved file may cut or pad to the length of the model it came from.
+        # A saved file may truncate or pad to the context length of its model.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """See `Tokenizer`."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
