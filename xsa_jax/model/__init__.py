@@ -1,1 +1,1 @@
-"""The decoder: layers, attention, and the stack that scans them."""
+"""The decoder: layers, attention, and the transformer that scans them."""

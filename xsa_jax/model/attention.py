@@ -1,4 +1,4 @@
-"""Multi-head attention with or without the exclusive projection; the arithmetic itself lives in `xsa_kernels`."""
+"""Multi-head attention with or without the exclusive projection, computed by `xsa_kernels`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,25 +15,26 @@ from xsa_jax.model.selection import projecting_layers
 
 Array = jax.Array
 
-# Called with what one layer's attention saw and gave: (q_BTHE, k_BTKE, v_BTKE, z_BTHE, mask, sinks_H, softcap) -> named statistics.
+# Measures the attention of one layer: (q_BTHE, k_BTKE, v_BTKE, z_BTHE, mask, sinks_H, softcap) -> named statistics, where z is the
+# output of attention.
 Probe = Callable[..., dict[str, Array]]
 
 
 class Context(NamedTuple):
-    """What every layer of one forward pass shares."""
+    """Inputs that all layers of one forward pass share."""
 
     phases: tuple[Array, Array]  # rotary cosine and sine, each [B or 1, T, 1, E/2]
-    segment_ids_BT: Array | None  # int32 documents of each row; None when a row is one document
+    segment_ids_BT: Array | None  # int32 index of each token's document; None if a row is one document
     dropout_key: Array | None  # None turns dropout off
     probe: Probe | None
-    sharding: xsa_kernels.Sharding  # how the mesh, if there is one, splits batch and heads
+    sharding: xsa_kernels.Sharding  # mesh axes that split batch and heads, if there is a mesh
 
 
 class Attention(nnx.Module):
     """Causal attention of one layer.
 
-    The module holds the parameters of the variant and nothing else: an SA model has no parameter and no operation that
-    belongs to XSA, and an SA and an XSA model of one seed start from the same weights.
+    The module holds only the parameters of its variant, so an SA model has no parameter and no operation of XSA. An SA and an XSA
+    model with the same seed start from the same weights.
     """
 
     def __init__(self, model: ModelConfig, config: AttentionConfig, *, rngs: nnx.Rngs):
@@ -57,13 +58,16 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BTD: Array, v_first_BTKE: Array | None, layer: Array, context: Context
     ) -> tuple[Array, Array | None, dict[str, Array]]:
-        """Returns the layer's contribution [B, T, D], the first layer's values, and the probe's statistics.
+        """Applies the attention of one layer.
 
         Args:
-          x_BTD: normed residual stream.
-          v_first_BTKE: values of layer 0 (anything of that shape in layer 0 itself); None turns the value residual off.
+          x_BTD: normalised residual stream.
+          v_first_BTKE: values of layer 0, or any array of that shape in layer 0; None turns the value residual off.
           layer: int32 scalar, the index of this layer; it may be traced.
-          context: of the forward pass.
+          context: inputs that all layers share.
+
+        Returns:
+          The addition to the residual stream [B, T, D], the values of layer 0, and the statistics of the probe.
         """
         config, dtype = self.config, x_BTD.dtype
         q_BTHE = jnp.einsum("BTD,DHE->BTHE", x_BTD, self.q[...].astype(dtype))
@@ -76,7 +80,7 @@ class Attention(nnx.Module):
             v_first_BTKE = jnp.where(layer == 0, v_BTKE, v_first_BTKE)
             v_BTKE = v_BTKE + self.value_mix[...].astype(dtype) * (v_first_BTKE - v_BTKE)
 
-        # XSA projects on the v that attention averages: after the value residual, never after a rotation.
+        # XSA uses the v that attention averages, which includes the value residual and is not rotated.
         mask = xsa_kernels.MaskSpec(causal=True, window=config.window or None, segment_ids=context.segment_ids_BT)
         sinks_H = self.sinks[...] if config.sinks else None
         softcap = config.logit_softcap or None
@@ -92,9 +96,9 @@ class Attention(nnx.Module):
         elif not any(self.projects):
             z_BTHE = attend(None)
         else:
-            # One scanned layer serves both kinds; a device runs only the branch of the layer at hand.
-            on = jnp.asarray(self.projects)[layer]
-            z_BTHE = jax.lax.cond(on, lambda: attend(self._projection()), lambda: attend(None))
+            # The scan compiles one body for both kinds of layer. A device runs only the branch that the current layer takes.
+            projects = jnp.asarray(self.projects)[layer]
+            z_BTHE = jax.lax.cond(projects, lambda: attend(self._projection()), lambda: attend(None))
 
         stats = {}
         if context.probe is not None:
@@ -108,16 +112,17 @@ class Attention(nnx.Module):
 
 
 def check_implementation(model: ModelConfig, attention: AttentionConfig, *, segments: bool, seq_len: int, platform: str) -> None:
-    """Refuses an implementation that cannot do what the config asks on these devices, before anything is compiled.
+    """Checks, before anything is compiled, that the attention implementation supports the config on these devices.
 
     Args:
-      model, attention: the config of the decoder.
+      model: the `model` group of the config.
+      attention: the `attention` group of the config.
       segments: whether attention stays inside documents.
-      seq_len: T.
-      platform: of the devices that the program is for: "cpu", "gpu" or "tpu".
+      seq_len: context length T.
+      platform: platform of the devices: "cpu", "gpu" or "tpu".
 
     Raises:
-      ConfigError: it names `attention.impl` and the feature that is missing.
+      ConfigError: the implementation lacks a feature. The message names `attention.impl` and the feature.
     """
     features = xsa_kernels.Features(
         dtype=model.dtype,

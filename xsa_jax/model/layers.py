@@ -1,4 +1,4 @@
-"""The small parts of the decoder: parameters with logical axes, norms, rotary phases, feed-forward, dropout."""
+"""The basic layers of the decoder: parameters with logical axes, norms, feed-forward, rotary embedding, dropout."""
 
 import math
 
@@ -12,32 +12,37 @@ Array = jax.Array
 
 
 def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float) -> nnx.Param:
-    """A float32 parameter drawn from N(0, std^2); `axes` names each dimension for `xsa_jax.parallel.mesh`."""
+    """A float32 parameter drawn from N(0, std^2). `axes` gives the logical axis of each dimension, see `xsa_jax.parallel.mesh`."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
 def vector(value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-    """A float32 parameter that starts constant. It draws no random number, so adding one leaves every other weight as it was."""
+    """A float32 parameter that starts constant. It draws no random number, so the other parameters start the same without it."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
 def fan_in_std(fan_in: int) -> float:
+    """Initial standard deviation of a matrix that preserves the variance of its input."""
     return 1.0 / math.sqrt(fan_in)
 
 
 def residual_std(fan_in: int, num_layers: int) -> float:
-    """For the two matrices of a layer that write to the residual stream: its variance stays O(1) at any depth (GPT-2, NanoGPT)."""
+    """Initial standard deviation of the two matrices per layer that write to the residual stream.
+
+    It keeps the variance of the stream O(1) at any depth (GPT-2, NanoGPT).
+    """
     return fan_in_std(fan_in) / math.sqrt(2 * num_layers)
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last axis, with a scale and no bias; statistics in float32."""
+    """LayerNorm or RMSNorm over the last axis, with a scale and no bias. Statistics are float32."""
 
     def __init__(self, kind: str, width: int):
         self.kind = kind
         self.scale = vector(1.0, (width,), (None,))
 
     def __call__(self, x: Array) -> Array:
+        """Normalises x [..., width]; the result has the type of x."""
         y = x.astype(jnp.float32)
         if self.kind == "layernorm":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -46,7 +51,7 @@ class Norm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Feed-forward: GELU(x W) W', or SwiGLU (SiLU(x G) * x W) W'."""
+    """The feed-forward: GELU(x W) W', or SwiGLU (SiLU(x G) * x W) W'."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, F = config.d_model, config.d_ff
@@ -57,6 +62,7 @@ class MLP(nnx.Module):
         self.down = matrix(rngs, (F, D), ("mlp", "embed"), residual_std(F, config.num_layers))
 
     def __call__(self, x_BTD: Array) -> Array:
+        """The output [B, T, D], in the type of x_BTD."""
         dtype = x_BTD.dtype
         h_BTF = x_BTD @ self.up[...].astype(dtype)
         if self.kind == "swiglu":
@@ -67,7 +73,7 @@ class MLP(nnx.Module):
 
 
 def positions(segment_ids_BT: Array) -> Array:
-    """Position of each token inside its own document, int32 [B, T]; `segment_ids_BT` never decreases along T."""
+    """Position of each token in its document, int32 [B, T]. `segment_ids_BT` must not decrease along T."""
     T = segment_ids_BT.shape[1]
     index = jnp.arange(T, dtype=jnp.int32)
     starts = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1] - 1) != 0
@@ -77,7 +83,7 @@ def positions(segment_ids_BT: Array) -> Array:
 def rope_phases(position_BT: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
     """Cosine and sine of position * theta^(-2i / E), float32 [B, T, 1, E/2] (RoFormer, arXiv 2104.09864).
 
-    Float32 whatever the compute type: in bfloat16 positions above 256 already collide.
+    The phases are float32 for every compute type, because positions above 256 collide in bfloat16.
     """
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angle = position_BT.astype(jnp.float32)[..., None, None] * frequency
@@ -85,14 +91,14 @@ def rope_phases(position_BT: Array, head_dim: int, theta: float) -> tuple[Array,
 
 
 def rotate(x_BTHE: Array, phases: tuple[Array, Array]) -> Array:
-    """Rotates the pairs (i, i + E/2) of each head by the phases of its position."""
+    """Rotates the pairs (i, i + E/2) of each head by `phases`, the cosine and sine of the position."""
     cos, sin = phases
     a, b = jnp.split(x_BTHE.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHE.dtype)
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:
-    """Zeroes elements with probability `rate` and scales the rest; the identity without a key."""
+    """Zeroes elements with probability `rate` and scales the rest. Without a key it is the identity."""
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)

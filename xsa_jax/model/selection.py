@@ -1,24 +1,28 @@
-"""Which layers project, by `attention.xsa.layers`."""
+"""Selection of the layers that apply XSA, by `attention.xsa.layers`."""
 
 from xsa_jax.config import AttentionConfig
 from xsa_jax.errors import ConfigError
 
 
 def projecting_layers(attention: AttentionConfig, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer projects; none does with plain self attention.
+    """Whether each layer applies XSA; False for all layers of plain self attention.
 
     Raises:
-      ConfigError: as `select`.
+      ConfigError: `attention.xsa.layers` is invalid, see `select`.
     """
     chosen = select(attention.xsa.layers, num_layers)
     return chosen if attention.kind == "xsa" else (False,) * num_layers
 
 
 def select(spec: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer is chosen by "all", "first:n", "last:n", "every:k" (layers k-1, 2k-1, ...) or a comma list of indices.
+    """Whether `spec` selects each layer.
+
+    Args:
+      spec: "all", "first:n", "last:n", "every:k" (layers k-1, 2k-1, ...), or a comma-separated list of indices.
+      num_layers: number of layers of the model.
 
     Raises:
-      ConfigError: the text has none of these forms, or names a layer that does not exist.
+      ConfigError: `spec` has none of these forms, or names a layer that does not exist.
     """
     rule, _, argument = spec.partition(":")
     try:

@@ -1,7 +1,7 @@
 """The decoder: embedding, scanned blocks, final norm.
 
-NNX describes the model (`Transformer`); everything that trains or evaluates it holds plain parameter trees and binds them
-with `Model.bind(params)`, so jit, grad, sharding and checkpoints see nothing but nested dicts of arrays.
+NNX describes the model (`Transformer`). Training and evaluation hold plain parameter trees and bind them by `Model.bind(params)`,
+so jit, grad, sharding and checkpoints see only nested dicts of arrays.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Params = dict[str, Any]
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, attention: AttentionConfig, *, rngs: nnx.Rngs):
         self.dropout = config.dropout
@@ -33,6 +33,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: Array, v_first_BTKE: Array | None, layer: Array, context: Context
     ) -> tuple[Array, Array | None, dict[str, Array]]:
+        """Applies the layer to the residual stream x_BTD. The arguments and the other results are those of `Attention`."""
         attention_key = mlp_key = None
         if context.dropout_key is not None:
             attention_key, mlp_key = jax.random.split(jax.random.fold_in(context.dropout_key, layer))
@@ -44,7 +45,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Decoder-only language model; parameters float32, activations in `config.dtype`."""
+    """A decoder-only language model. Parameters are float32, and activations have the type `config.dtype`."""
 
     def __init__(self, config: ModelConfig, attention: AttentionConfig, *, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.d_model
@@ -73,18 +74,19 @@ class Transformer(nnx.Module):
         probe: Probe | None = None,
         whole_batch: bool = False,
     ) -> tuple[Array, dict[str, Array]]:
-        """Runs the stack.
+        """Runs the decoder up to its final norm.
 
         Args:
           tokens_BT: int32 token ids.
-          segment_ids_BT: int32, never decreasing along T; tokens attend only inside equal ids and positions restart with each.
-          dropout_key: turns dropout on.
-          probe: see `xsa_jax.model.attention.Probe`.
-          whole_batch: every device of a mesh computes all rows, for batches that the mesh need not divide.
+          segment_ids_BT: int32 index of each token's document, never decreasing along T. A token attends only to its document, and
+            positions restart with each document. None: a row is one document.
+          dropout_key: random key of dropout; None turns dropout off.
+          probe: function that measures each layer, see `xsa_jax.model.attention.Probe`.
+          whole_batch: whether every device of a mesh computes all rows, as for a batch size that the mesh does not divide.
 
         Returns:
-          The normed last hidden state [B, T, D] in the compute type, for `logits` or a chunked loss, and the probe's
-          statistics stacked over layers ({} without a probe).
+          The normalised last hidden state [B, T, D] in the compute type, for `logits` or a chunked loss, and the statistics of
+          the probe stacked over layers ({} without a probe).
         """
         config = self.config
         dtype = jnp.dtype(config.dtype)
@@ -95,7 +97,7 @@ class Transformer(nnx.Module):
         phases = layers.rope_phases(position_BT, self.attention.head_dim, self.attention.rope_theta)
         context = Context(phases, segment_ids_BT, dropout_key, probe, attention_sharding(whole_batch=whole_batch))
 
-        # Gathered over fsdp first: rows looked up in a table that is cut along its width would move twice.
+        # The table is gathered over fsdp before the lookup: rows of a table that is split along its width would be moved twice.
         embed_VD = constrain(self.embed[...], "vocab", None)
         x_BTD = embed_VD[tokens_BT].astype(dtype)
         if config.embed_norm:
@@ -123,10 +125,11 @@ class Transformer(nnx.Module):
 
     @property
     def unembedding_DV(self) -> Array:
+        """The float32 output matrix [D, V]; with tied embeddings, the transposed embedding."""
         return self.embed[...].T if self.config.tie_embeddings else self.unembed[...]
 
     def logits(self, hidden: Array) -> Array:
-        """Float32 logits [..., V] of a hidden state [..., D], soft-capped where the config says so."""
+        """Float32 logits [..., V] of a hidden state [..., D], with the soft cap of `config.logit_softcap`."""
         logits = jnp.matmul(hidden, self.unembedding_DV.astype(hidden.dtype), preferred_element_type=jnp.float32)
         cap = self.config.logit_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
@@ -134,16 +137,16 @@ class Transformer(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The description of a decoder apart from its weights."""
+    """The description of a decoder without its weights."""
 
     config: ModelConfig
     attention: AttentionConfig
     graphdef: nnx.GraphDef
     abstract_params: Params  # ShapeDtypeStructs
-    axes: dict[str, Any]  # logical axes of each parameter, in a tree of the same form
+    axes: dict[str, Any]  # logical axes of each parameter, in a tree of the same structure
 
     def init(self, key: Array) -> Params:
-        """Fresh float32 parameters; the same key gives SA and XSA the same weights."""
+        """Initial float32 parameters. The same key gives SA and XSA the same weights."""
         return nnx.to_pure_dict(nnx.state(_transformer(self.config, self.attention, key)))
 
     def bind(self, params: Params) -> Transformer:
@@ -152,10 +155,10 @@ class Model:
 
 
 def build(config: ModelConfig, attention: AttentionConfig) -> Model:
-    """Describes the model without allocating anything.
+    """Describes a decoder without allocating its weights.
 
     Raises:
-      ConfigError: `attention.xsa.layers` chooses no layers of this model.
+      ConfigError: `attention.xsa.layers` is invalid for this number of layers.
     """
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _transformer(config, attention, jax.random.key(0))))
     params = nnx.to_pure_dict(state)
@@ -173,11 +176,11 @@ def _axes(variable: nnx.Variable) -> Axes:
 
 
 def _checkpointed(policy):
-    # The scan already keeps the compiler from merging the recomputation with the forward pass.
+    # prevent_cse=False: the scan already keeps the compiler from merging the recomputation with the forward pass.
     return lambda body: jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 
-# model.remat: what the backward pass finds stored of each layer; the rest it computes again.
+# By model.remat: which activations of a layer are stored for the backward pass. It recomputes the others.
 _REMAT = {
     "none": lambda body: body,
     "full": _checkpointed(jax.checkpoint_policies.nothing_saveable),

@@ -1,1 +1,1 @@
-"""Devices: the mesh, and where each logical axis lives on it."""
+"""The device mesh, and the sharding of each logical axis on it."""

@@ -1,7 +1,7 @@
-"""Devices as a named mesh, and the one table that says where each logical axis lives on it.
+"""The device mesh, and the one table that maps logical axes to mesh axes.
 
-Parameters and activations name their axes logically ("embed", "heads", ...). Only this file names mesh axes, so another parallel
-layout is another table and not another model. The attention kernels are told from here too, by `attention_sharding`.
+Parameters and activations have logical axes ("embed", "heads", ...). Only this file names mesh axes, so another parallel layout is
+another table and not another model. The attention kernels get their mesh axes from here too, by `attention_sharding`.
 """
 
 import math
@@ -15,7 +15,7 @@ from xsa_jax.config import MeshConfig
 from xsa_jax.errors import ConfigError
 from xsa_kernels import Sharding
 
-# Logical axis -> mesh axes. None: the axis is whole on every device.
+# Logical axis -> mesh axes that split it. None: the axis is not split.
 RULES: dict[str, tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),
     "layers": None,
@@ -30,10 +30,15 @@ Axes = tuple[str | None, ...]
 
 
 def make_mesh(sizes: MeshConfig, batch_size: int, devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh (data, fsdp, tensor) over `devices`, which may be those of a topology that is not here.
+    """The mesh with axes (data, fsdp, tensor).
+
+    Args:
+      sizes: the `mesh` group of the config.
+      batch_size: number of rows of a batch over all devices.
+      devices: devices of the mesh. They may belong to a topology description, without hardware.
 
     Raises:
-      ConfigError: the sizes do not multiply to the number of devices, or the batch does not divide.
+      ConfigError: the product of the sizes is not the number of devices, or the batch does not divide over the batch shards.
     """
     data = sizes.data if sizes.data > 0 else len(devices) // (sizes.fsdp * sizes.tensor)
     shape = (data, sizes.fsdp, sizes.tensor)
@@ -55,33 +60,37 @@ def platform(mesh: Mesh) -> str:
 
 
 def attention_sharding(*, whole_batch: bool = False) -> Sharding:
-    """What the attention kernels are told of the mesh: which of its axes split the batch, and which the heads.
+    """The mesh axes that split batch and heads, for the attention kernels.
 
     Args:
-      whole_batch: every device computes all rows, for batches that the mesh need not divide.
+      whole_batch: whether every device computes all rows, as for a batch size that the mesh does not divide.
     """
     batch, (heads,) = RULES["batch"] or (), RULES["heads"] or ()
     return Sharding(replicated=batch, heads=heads) if whole_batch else Sharding(batch=batch, heads=heads)
 
 
 def sharding(mesh: Mesh, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
-    """Where an array of `shape` with these logical axes lives."""
+    """The sharding of an array of `shape` with these logical axes.
+
+    Raises:
+      ValueError: the number of axes is not the number of dimensions.
+    """
     return NamedSharding(mesh, _spec(mesh.shape, axes, shape))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Where the arrays of a batch live: their rows are split over the batch shards."""
+    """The sharding of the arrays of a batch: their rows are split over the batch shards."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
 def put_batch(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """This process's rows of a batch, as global arrays split over the batch shards."""
-    where = batch_sharding(mesh)
-    return {name: jax.make_array_from_process_local_data(where, rows) for name, rows in batch.items()}
+    """Global arrays of a batch, split over the batch shards, from the rows of this process."""
+    split_rows = batch_sharding(mesh)
+    return {name: jax.make_array_from_process_local_data(split_rows, rows) for name, rows in batch.items()}
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins an activation to its logical axes; outside `jax.set_mesh` it does nothing, so the model also runs without a mesh."""
+    """Constrains the sharding of an activation by its logical axes. Outside `jax.set_mesh` it returns the activation unchanged."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -96,7 +105,7 @@ def _spec(mesh_shape: Mapping[str, int], axes: Axes, shape: tuple[int, ...]) -> 
 
 def _mesh_axes(mesh_shape: Mapping[str, int], axis: str | None, size: int) -> tuple[str, ...] | None:
     rule = RULES[axis] if axis is not None else None
-    # Fewer KV heads than tensor shards (multi-query attention): every shard keeps them all.
+    # If the tensor shards do not divide the KV heads, as in multi-query attention, every shard keeps all of them.
     if rule is None or (axis == "kv_heads" and size % math.prod(mesh_shape[name] for name in rule)):
         return None
     return rule
