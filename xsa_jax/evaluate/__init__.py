@@ -1,1 +1,1 @@
-"""What a trained model does on held-out text: its loss by position and context, and what it writes."""
+"""Evaluation of a trained model on held-out text: loss by position and context length, similarity analysis, and samples."""

@@ -1,4 +1,4 @@
-"""Validation loss of a restored model, by position in the context, at any context length."""
+"""Validation loss of a restored model at any context length, by position in the context."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,25 +9,30 @@ import jax
 from xsa_jax.evaluate.restore import Restored
 from xsa_jax.train.validate import PositionSums, make_evaluator, validate
 
-# Enough to keep an accelerator busy, little enough for any that holds the model: evaluation needs no larger batch.
+# Batch size: large enough to keep an accelerator busy, and small enough for any accelerator that holds the model.
 _TOKENS_PER_DEVICE = 16_384
 
 
 def buckets(context: int) -> list[tuple[int, int]]:
-    """Ranges of positions [start, stop): 0 alone, then 1, 2-3, 4-7, ... doubling up to the context.
+    """Ranges of positions [start, stop): 0, 1, 2-3, 4-7, and so on, doubling up to the context length.
 
-    Loss falls about evenly with each doubling of the context, so each bucket is one step of that fall. Position 0 stands
-    alone because attention has nothing to look at there: SA returns the own value, XSA returns zero.
+    The loss falls by about the same amount with each doubling of the context, so it falls evenly from bucket to bucket. Position 0
+    is a bucket of its own because a token there attends only to itself: SA returns the token's value, and XSA returns zero.
     """
     edges = [0] + [2**i for i in range(context.bit_length()) if 2**i < context] + [context]
     return list(itertools.pairwise(edges))
 
 
 def position_sums(restored: Restored, context: int, tokens: int) -> PositionSums:
-    """Loss over the first `tokens` held-out tokens (at least one row), cut into rows of `context`.
+    """Sums of the loss over held-out text, by position in rows of `context` tokens.
 
-    Every context length reads the same text, the rest of a last incomplete row apart, and about the same number of tokens
-    at a time. Where the model keeps documents apart, "position" still counts from the start of the row.
+    Every context length reads the same text, except for the remainder that fills no row, in batches of about the same number of
+    tokens. Positions count from the start of the row, even where documents are isolated.
+
+    Args:
+      restored: the model, and the token store to read.
+      context: context length, in tokens.
+      tokens: number of held-out tokens to read, rounded down to whole rows, but at least one row.
 
     Raises:
       UserError: the validation split is shorter than one row.
@@ -35,7 +40,7 @@ def position_sums(restored: Restored, context: int, tokens: int) -> PositionSums
     config = restored.config
     rows = restored.mesh.size * max(1, _TOKENS_PER_DEVICE // context)
     loader = restored.held_out(context, rows, max(1, tokens // context))
-    # As many logits at a time as in training, whatever the number of rows.
+    # Rows are fewer at a longer context, and chunks are longer, so the number of logits in memory stays the same.
     chunk = max(1, config.train.loss_chunk * context // config.data.seq_len)
     evaluator = make_evaluator(restored.model, chunk)
     with jax.set_mesh(restored.mesh):
@@ -43,17 +48,26 @@ def position_sums(restored: Restored, context: int, tokens: int) -> PositionSums
 
 
 def losses(restored: Restored, contexts: Sequence[int], tokens: int) -> list[dict[str, Any]]:
-    """`summary` of each context length, each once, in the order given."""
+    """The loss `summary` of each distinct context length, in the order given.
+
+    Args:
+      restored: the model, and the token store to read.
+      contexts: context lengths, in tokens.
+      tokens: number of held-out tokens to read at each context length.
+
+    Raises:
+      UserError: the validation split is shorter than one row.
+    """
     bytes_per_token = restored.store.split("validation").bytes_per_token
     return [summary(position_sums(restored, context, tokens), bytes_per_token) for context in dict.fromkeys(contexts)]
 
 
 def summary(sums: PositionSums, bytes_per_token: float) -> dict[str, Any]:
-    """Plain values: "context", the totals of `PositionSums.totals`, and "buckets" of {"start", "stop", "loss", "tokens"}.
+    """A loss as plain values: "context", the values of `PositionSums.totals`, and "buckets" of {"start", "stop", "loss", "tokens"}.
 
-    Bits per byte use the mean bytes per token of the whole split, end-of-text tokens counted in. They are close to the bits
-    that the text takes, never exactly those: the first token of the split and the rest of a last incomplete row are never
-    scored, nor, where documents are kept apart, the first token of each; their bytes count all the same.
+    Bits per byte use the mean bytes per token of the whole split, end-of-text tokens included. They approximate the bits that the
+    text takes, because some tokens are never scored although their bytes count: the first token of the split, the remainder that
+    fills no row and, where documents are isolated, the first token of each document.
     """
     context = len(sums.nll_T)
     by_position = [

@@ -1,4 +1,4 @@
-"""The result of an evaluation, as a table for people and as a JSON file."""
+"""The result of an evaluation, as printed tables and as a JSON file."""
 
 import math
 import pathlib
@@ -16,10 +16,10 @@ from xsa_jax.labels import LEGEND, STATISTICS, positions
 
 
 def contexts(given: Sequence[str]) -> list[int]:
-    """Context lengths from a flag.
+    """Parses the context lengths of the flag --contexts.
 
     Raises:
-      UserError: one is not a positive number.
+      UserError: an item is not a positive number.
     """
     for item in given:
         if not item.isdecimal() or int(item) < 1:
@@ -28,7 +28,7 @@ def contexts(given: Sequence[str]) -> list[int]:
 
 
 def header(run: str, restored: Restored) -> dict[str, Any]:
-    """What was evaluated, on which text and devices, as plain values."""
+    """The run, step, config, devices and token store of an evaluation, as plain values."""
     store = restored.store
     return {
         "run": run,
@@ -46,7 +46,7 @@ def header(run: str, restored: Restored) -> dict[str, Any]:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """Tables of one evaluation; `result` as `eval.py` writes it, with arrays or lists."""
+    """The printed tables of one evaluation. `result` is what `eval.py` writes; it may hold arrays or lists."""
     parts = [_title(result), _losses(result["losses"]), _positions(result["losses"][0]), _similarity(result["similarity"])]
     for sample in result["samples"]:
         parts.append(f"sample, {sample['prompt']!r} and on:\n{_indented(sample['text'])}")
@@ -54,7 +54,7 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def write(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Writes the JSON file whole or not at all, with null for a number that does not exist.
+    """Writes the JSON file atomically, with null for nan and infinity.
 
     Raises:
       UserError: the file cannot be written.
@@ -67,7 +67,7 @@ def write(result: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def _grid(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of even width, numbers to the right and the first column to the left."""
+    """Rows as aligned columns. The first column is left-aligned, and the others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)])

@@ -1,4 +1,4 @@
-"""A finished checkpoint, brought up for evaluation on whatever devices are here."""
+"""Restores a finished checkpoint for evaluation on the devices of this machine."""
 
 import dataclasses
 import pathlib
@@ -23,12 +23,12 @@ class Restored:
     """A trained model on this machine's devices.
 
     Attributes:
-      step: the step that it was saved at.
-      config: the config that it was trained with.
-      model: the description of the decoder, with the attention implementation that suits these devices.
-      params: its weights, split over the mesh.
-      mesh: all devices of this process.
-      store: the text to measure it on.
+      step: step of the checkpoint.
+      config: config that the model was trained with.
+      model: description of the decoder, with the attention implementation for these devices.
+      params: weights of the decoder, split over the mesh.
+      mesh: mesh of all devices.
+      store: token store to evaluate on.
     """
 
     step: int
@@ -39,7 +39,12 @@ class Restored:
     store: TokenStore
 
     def held_out(self, context: int, rows: int, max_rows: int) -> Loader:
-        """One pass in order over the first `max_rows` rows of `context` held-out tokens, `rows` at a time.
+        """A loader of a single pass, in order, over the first rows of the validation split.
+
+        Args:
+          context: context length of a row, in tokens.
+          rows: number of rows per batch.
+          max_rows: largest number of rows to read.
 
         Raises:
           UserError: the validation split is shorter than one row.
@@ -56,21 +61,21 @@ class Restored:
 
 
 def restore(run: pathlib.Path, step: int | None = None, store: str | None = None) -> Restored:
-    """The weights of one step, its config from the checkpoint itself, and the text to measure them on.
+    """Restores the weights of one step, with the config from its checkpoint, and opens a token store.
 
     Args:
       run: folder of a training run.
-      step: None for the latest.
-      store: folder of a token store; None for the one that the run was trained on.
+      step: step of the checkpoint; None for the latest.
+      store: folder of a token store; None for the store that the run was trained on.
 
     Raises:
-      UserError: no such run, step or store; a damaged checkpoint; a store of another tokenizer.
+      UserError: the run, step or store does not exist, the checkpoint is damaged, or the store has another tokenizer.
     """
     with Checkpoints(run) as checkpoints:
         config, loader_state = checkpoints.config(step), checkpoints.loader_state(step)
         found = checkpoints.latest if step is None else step
         assert found is not None  # `config` has refused a run without checkpoints
-        tokens = _open(store, config.data.path, run)
+        tokens = _open_store(store, config.data.path, run)
         _check_tokenizer(tokens, loader_state, run)
         mesh = _mesh(config.model.d_model, jax.devices())
         model = build(config.model, dataclasses.replace(config.attention, impl="auto"))
@@ -78,7 +83,7 @@ def restore(run: pathlib.Path, step: int | None = None, store: str | None = None
         return Restored(found, config, model, params, mesh, tokens)
 
 
-def _open(given: str | None, trained_on: str, run: pathlib.Path) -> TokenStore:
+def _open_store(given: str | None, trained_on: str, run: pathlib.Path) -> TokenStore:
     if given is None and not pathlib.Path(trained_on).exists():
         raise UserError(
             f"{trained_on}: no such folder; it is the data.path of {run}, seen from the folder that train.py was started in. "
@@ -88,7 +93,7 @@ def _open(given: str | None, trained_on: str, run: pathlib.Path) -> TokenStore:
 
 
 def _mesh(d_model: int, devices: list[jax.Device]) -> Mesh:
-    """All devices, with the weights split over them where the width allows."""
+    """The mesh of all devices, with the weights split over them if `d_model` is divisible by their number."""
     shards = len(devices) if d_model % len(devices) == 0 else 1
     return make_mesh(MeshConfig(fsdp=shards), len(devices), devices)
 

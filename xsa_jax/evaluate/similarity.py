@@ -1,11 +1,11 @@
-"""How much of what attention returns is the token's own value: the measurements that motivate XSA (arXiv 2603.09078).
+"""Similarity between the output of attention and the token's value: the measurements that motivate XSA (arXiv 2603.09078).
 
-Everything is measured on one batch of text, per layer and query head, in float32. Notation: a_ij the attention weights,
-v_i the value of token i in the KV head that the query head reads, y_i = sum_j a_ij v_j, z_i what the model's attention
-returned (y_i itself without XSA).
+All statistics are computed on one batch of text, per layer and query head, in float32. Notation: a_ij are the attention weights,
+v_i is the value of token i in the KV head that the query head reads, y_i = sum_j a_ij v_j, and z_i is the output of the model's
+attention, which equals y_i without XSA.
 
-A token counts when attention shows it at least one other token. For the others (the first of a row or document, all of them
-under a window of 1) y is a multiple of v whatever the model learned, and they would only pull every mean towards 1.
+A token is counted if it sees at least one other token. For any other token (the first of a row or document, every token under a
+window of 1) y is a multiple of v whatever the model learned, which would only pull the means towards 1.
 
   value_cosine        cos(v_i, v_j) over all pairs j < i in which i sees j: same row, same document, inside the window.
                       Without a window that is every pair i != j of a document, the cosine being symmetric.
@@ -14,12 +14,12 @@ under a window of 1) y is a multiple of v whatever the model learned, and they w
   cosine_xsa          cos(z_i, v_i), which full XSA makes 0.
   centred_cosine      cos(y_i - mean y, v_i - mean v), each mean over all counted tokens of the batch, per layer and head. A
                       vector that all values share makes every raw cosine large without any token resembling itself;
-                      centring takes it out.
-  centred_cosine_xsa  cos(z_i - mean z, v_i - mean v). XSA leaves it free: z is orthogonal to v, not to v - mean v.
+                      centring removes it.
+  centred_cosine_xsa  cos(z_i - mean z, v_i - mean v). XSA does not determine it: z is orthogonal to v, not to v - mean v.
   removed             |y_i - z_i| / |y_i|.
 
-Means are over counted tokens (pairs for value_cosine), each weighing the same. The cosine with a zero vector counts as 0, and so
-does that of a z shorter than 1e-5 |y|: where a_ii is nearly 1, XSA leaves of y only its rounding, which points anywhere.
+Means are over counted tokens (over pairs for value_cosine), with equal weights. The cosine with a zero vector is 0. So is the
+cosine of a z shorter than 1e-5 |y|: where a_ii is nearly 1, only rounding errors of y remain after XSA, in an arbitrary direction.
 """
 
 import dataclasses
@@ -39,22 +39,22 @@ Array = jax.Array
 
 
 def similarity(model: Model, params: Params, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The statistics of the module docstring, each float32 [L, H]; nan where no token counts.
+    """The statistics of the module docstring, each float32 [L, H]; nan where no token is counted.
 
-    The forward pass runs in float32 whatever the model's compute type, so that rounding is not mistaken for a direction that
-    attention removed. Memory grows with one [T, T] array per query head of a KV head, not with layers, rows or KV heads.
+    The forward pass runs in float32 for every compute type, so that rounding errors do not look like a removed component. Memory
+    holds one [T, T] array per query head of one KV head; it does not grow with layers, rows or KV heads.
 
     Args:
-      model: the description of the decoder.
-      params: its weights, on any devices.
-      batch: what a loader yields: "tokens" int32 [B, T+1], and "segment_ids" where attention stays inside documents.
+      model: description of the decoder.
+      params: weights of the decoder, on any devices.
+      batch: batch of a `Loader`: "tokens", int32 [B, T+1], and "segment_ids" of that shape where documents are isolated.
     """
-    exact = build(dataclasses.replace(model.config, dtype="float32", remat="none"), model.attention)
+    float32_model = build(dataclasses.replace(model.config, dtype="float32", remat="none"), model.attention)
 
     @jax.jit
     def measure(params: Params, batch: Mapping[str, Array]) -> dict[str, Array]:
         inputs_BT, _, segment_ids_BT, _ = shift(dict(batch))
-        return exact.bind(params)(inputs_BT, segment_ids_BT, probe=probe, whole_batch=True)[1]
+        return float32_model.bind(params)(inputs_BT, segment_ids_BT, probe=probe, whole_batch=True)[1]
 
     with jax.default_matmul_precision("highest"):
         return jax.device_get(measure(params, dict(batch)))
@@ -70,13 +70,13 @@ def probe(
     sinks_H: Array | None,
     softcap: float | None,
 ) -> dict[str, Array]:
-    """The statistics of one layer, each float32 [H]; an `xsa_jax.model.attention.Probe`."""
+    """The statistics of one layer, each float32 [H], as an `xsa_jax.model.attention.Probe`."""
     B, T, H, E = q_BTHE.shape
     K = v_BTKE.shape[2]
     v_BTKE, z_BTHE = v_BTKE.astype(jnp.float32), z_BTHE.astype(jnp.float32)
     y_BTHE, self_BTH = _attend(q_BTHE, k_BTKE, v_BTKE, mask, sinks_H, softcap)
     removed_BTH = _ratio(_norm(y_BTHE - z_BTHE), _norm(y_BTHE))
-    left_BTHE = jnp.where((_norm(z_BTHE) > 1e-5 * _norm(y_BTHE))[..., None], z_BTHE, 0)
+    z_above_rounding_BTHE = jnp.where((_norm(z_BTHE) > 1e-5 * _norm(y_BTHE))[..., None], z_BTHE, 0)
     v_self_BTHE = jnp.broadcast_to(v_BTKE[:, :, :, None], (B, T, K, H // K, E)).reshape(B, T, H, E)
 
     first_BT = _first_visible(mask, B, T)
@@ -90,7 +90,7 @@ def probe(
         "value_cosine": jnp.repeat(_pair_cosine(v_BTKE, first_BT), H // K),
         "self_weight": mean(self_BTH),
         "cosine": mean(_cosine(y_BTHE, v_self_BTHE)),
-        "cosine_xsa": mean(_cosine(left_BTHE, v_self_BTHE)),
+        "cosine_xsa": mean(_cosine(z_above_rounding_BTHE, v_self_BTHE)),
         "centred_cosine": mean(_cosine(centred(y_BTHE), centred(v_self_BTHE))),
         "centred_cosine_xsa": mean(_cosine(centred(z_BTHE), centred(v_self_BTHE))),
         "removed": mean(removed_BTH),
@@ -105,14 +105,14 @@ def _attend(
     sinks_H: Array | None,
     softcap: float | None,
 ) -> tuple[Array, Array]:
-    """y [B, T, H, E] and a_ii [B, T, H], from the definition of attention, one row and KV head at a time."""
+    """y [B, T, H, E] and a_ii [B, T, H], by the definition of attention. N = B * K; each n is computed in turn."""
     B, T, H, E = q_BTHE.shape
     K = k_BTKE.shape[2]
     G = H // K
     q_NTGE = jnp.moveaxis(q_BTHE.reshape(B, T, K, G, E), 2, 1).reshape(B * K, T, G, E)
     k_NTE, v_NTE = (jnp.moveaxis(x, 2, 1).reshape(B * K, T, E) for x in (k_BTKE, v_BTKE))
 
-    def one(n: Array) -> tuple[Array, Array]:
+    def attend_one(n: Array) -> tuple[Array, Array]:
         segments = mask.segment_ids
         row = dataclasses.replace(mask, segment_ids=None if segments is None else segments[n // K][None])
         sinks_G = None if sinks_H is None else sinks_H.reshape(K, G)[n % K]
@@ -120,14 +120,14 @@ def _attend(
         y_TGE = jnp.einsum("GTS,SE->TGE", p_GTS, v_NTE[n], precision="highest")
         return y_TGE, jnp.diagonal(p_GTS, axis1=1, axis2=2).T
 
-    y_NTGE, self_NTG = jax.lax.map(one, jnp.arange(B * K))
+    y_NTGE, self_NTG = jax.lax.map(attend_one, jnp.arange(B * K))
     y_BTHE = jnp.moveaxis(y_NTGE.reshape(B, K, T, G, E), 1, 2).reshape(B, T, H, E)
     self_BTH = jnp.moveaxis(self_NTG.reshape(B, K, T, G), 1, 2).reshape(B, T, H)
     return y_BTHE, self_BTH
 
 
 def _first_visible(mask: xsa_kernels.MaskSpec, B: int, T: int) -> Array:
-    """Position of the earliest token that each token sees, int32 [B, T]; it then sees all up to itself."""
+    """Position of the first token that each token sees, int32 [B, T]. It also sees all later tokens up to itself."""
     index = jnp.arange(T, dtype=jnp.int32)
     first_BT = jnp.zeros((B, T), jnp.int32)
     if mask.segment_ids is not None:
@@ -138,8 +138,11 @@ def _first_visible(mask: xsa_kernels.MaskSpec, B: int, T: int) -> Array:
 
 
 def _pair_cosine(v_BTKE: Array, first_BT: Array) -> Array:
-    """Mean of cos(v_i, v_j) over first_i <= j < i, [K]. With u = v / |v| and its running sum U, token i's pairs add up to
-    u_i . (U_(i-1) - U_(first_i - 1)): no T x T array."""
+    """Mean of cos(v_i, v_j) over first_i <= j < i, [K].
+
+    With u = v / |v| and its cumulative sum U, the pairs of token i sum to u_i . (U_(i-1) - U_(first_i - 1)), so no T x T array is
+    needed.
+    """
     u_BTKE = _ratio(v_BTKE, _norm(v_BTKE)[..., None])
     before_BTKE = jnp.cumsum(u_BTKE, axis=1) - u_BTKE  # U_(i-1)
     sums_BTKE = before_BTKE - jnp.take_along_axis(before_BTKE, first_BT[:, :, None, None], axis=1)
