@@ -1,1 +1,1 @@
-"""From a config to a trained run: loss, optimiser, state, step, checkpoints, metrics, and the loop that ties them."""
+"""Training: loss, optimiser, state, step, checkpoints, metrics, and the loop that connects them."""

@@ -1,7 +1,8 @@
-"""What a run does beside its steps: log, validate, save. Each is an action with a cadence of its own.
+"""The periodic actions of a run: log, validate, save. Each has its own cadence.
 
-The caller of `xsa_jax.train.loop.train` chooses the actions, as functions that make one for a run: `(log, validate, save)`. A new
-one (tasks, a profiler) is a function of this form, in this file or in the caller's; the loop does not change.
+The caller of `xsa_jax.train.loop.train` passes an action maker for each action: `(log, validate, save)`. An action maker is a
+function that makes the action of a run. To add an action, such as a profiler, write its maker here or in the caller's file. The
+loop does not change.
 """
 
 import contextlib
@@ -19,13 +20,21 @@ from xsa_jax.train.setup import Data, Setup
 from xsa_jax.train.state import TrainState
 from xsa_jax.train.validate import validate as validate_rows
 
-# Says why the run is to stop, or None while it is not. It is asked between steps and inside long actions.
+# Returns the reason to stop the run, or None. It is called between steps and inside long actions.
 Stopping = Callable[[], str | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run under way, as its actions see it."""
+    """The parts of a run in progress that its actions use.
+
+    Attributes:
+      setup: the assembled run.
+      data: loaders of the training and the held-out text.
+      workdir: folder of the run.
+      checkpoints: checkpoints of the run.
+      metrics: metrics of the run.
+    """
 
     setup: Setup
     data: Data
@@ -35,7 +44,7 @@ class Run:
 
     @contextlib.contextmanager
     def paused(self, step: int) -> Iterator[None]:
-        """Lets data move between host and device, and leaves the time spent inside out of the step time."""
+        """A context that allows transfers between host and device, and excludes its time from the step time."""
         with self.metrics.pause(step), jax.transfer_guard("allow"):
             yield
 
@@ -45,11 +54,11 @@ class Moment:
     """The end of a step.
 
     Attributes:
-      step: its number, from 1.
-      state: the train state after it. The next step takes over its buffers, so an action must not keep it.
-      values: the step's metrics, still on the device.
-      last: whether it is the run's last step.
-      stopping: see `Stopping`.
+      step: number of the step, from 1.
+      state: train state after the step. The next step donates its buffers, so an action must not keep it.
+      values: metrics of the step, still on the device.
+      last: whether the step is the last one of the run.
+      stopping: function that returns the reason to stop, see `Stopping`.
     """
 
     step: int
@@ -61,12 +70,12 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """Something that a run does after every `every`-th step (0: after none) and after the last.
+    """A function that a run calls after every `every`-th step and after the last step.
 
     Attributes:
-      run: what it does.
-      every: steps between two times.
-      on_stop: whether it is also done when the run stops before its last step.
+      run: the function to call.
+      every: number of steps between two calls; 0 = only after the last step.
+      on_stop: whether the function is also called when the run stops before its last step.
     """
 
     run: Callable[[Moment], None]
@@ -74,7 +83,7 @@ class Action:
     on_stop: bool = False
 
     def due(self, moment: Moment) -> bool:
-        """Whether it is to be done after this step."""
+        """Whether the function is to be called after this step."""
         return moment.last or (self.every > 0 and moment.step % self.every == 0)
 
 
@@ -82,12 +91,12 @@ ActionMaker = Callable[[Run], Action]
 
 
 def log(run: Run) -> Action:
-    """Takes the metrics of every step; `Metrics` writes those of every `train.log_every`-th."""
+    """Passes the metrics of every step to `Metrics`, which writes those of every `train.log_every`-th step."""
     return Action(lambda moment: run.metrics.add(moment.step, moment.values), every=1)
 
 
 def validate(run: Run) -> Action:
-    """Measures the loss on the held-out rows every `eval.every` steps. A stop interrupts it, except after the last step."""
+    """Measures the held-out loss every `eval.every` steps. A stop interrupts the measurement, except after the last step."""
     setup, data = run.setup, run.data
 
     def measure(moment: Moment) -> None:
@@ -103,7 +112,7 @@ def validate(run: Run) -> Action:
 
 
 def save(run: Run) -> Action:
-    """Saves a checkpoint every `checkpoint.every` steps, and when the run stops."""
+    """Saves a checkpoint every `checkpoint.every` steps and when the run stops."""
 
     def write(moment: Moment) -> None:
         with run.paused(moment.step):

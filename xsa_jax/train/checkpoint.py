@@ -1,7 +1,7 @@
-"""Checkpoints of a run, by Orbax: asynchronous, committed whole or not at all, checked leaf by leaf before they are read.
+"""Checkpoints of a run, stored by Orbax. Saves are asynchronous and atomic, and a restore first checks every leaf.
 
-A step holds two items, `params` and `opt_state` (with the step counter and the random state), and as JSON beside them the config
-and the loader's state. Evaluation reads the first alone, on any number of devices.
+A checkpoint holds two items: `params`, and `opt_state` with the step counter and the random state. The config and the state of the
+loader are stored with them as JSON. Evaluation reads only `params`, on any number of devices.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from xsa_jax.train.state import TrainState
 
 
 class Checkpoints:
-    """The checkpoints under `workdir/checkpoints`; a context manager that waits for the save under way when it closes.
+    """The checkpoints under `workdir/checkpoints`. As a context manager it waits, when it closes, for an unfinished save.
 
     Args:
-      workdir: the run's folder.
-      config: what to keep. None opens for reading: nothing is created, deleted or cleaned up.
+      workdir: folder of the run.
+      config: the `checkpoint` group of the run's config. None opens for reading: nothing is created, deleted or cleaned up.
 
     Raises:
-      UserError: opened for reading and there is no such folder.
+      UserError: the folder is missing and would be opened for reading, or a file has its name.
     """
 
     def __init__(self, workdir: pathlib.Path, config: CheckpointConfig | None = None):
@@ -47,7 +47,7 @@ class Checkpoints:
             self.directory,
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=keep.AnyPreservationPolicy(policies) if policies else keep.PreserveAll(),
-            cleanup_tmp_directories=config is not None,  # what a killed save left behind
+            cleanup_tmp_directories=config is not None,  # unfinished files of a killed save
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -59,18 +59,25 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """Committed steps, ascending."""
+        """Steps of the committed checkpoints, ascending."""
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
     @property
     def latest(self) -> int | None:
+        """Step of the latest committed checkpoint; None if there is none."""
         return self.steps[-1] if self.steps else None
 
     def save(self, step: int, state: TrainState, config: Config, loader_state: dict[str, Any]) -> None:
-        """Starts to save `state`, which is `step` updates old; returns once the values are copied off the device.
+        """Starts to save a checkpoint, and returns once its values are copied off the device.
+
+        Args:
+          step: number of updates that led to `state`.
+          state: train state to save.
+          config: config of the run.
+          loader_state: state of the training loader after `step` batches.
 
         Raises:
-          UserError: this save, or the one before it that went on in the background, could not be written.
+          UserError: this save, or the previous one in the background, could not be written.
         """
         items = {
             "params": state.params,
@@ -81,53 +88,70 @@ class Checkpoints:
             self._orbax.save_checkpointables_async(step, items, custom_metadata=meta)
 
     def config(self, step: int | None = None) -> Config:
-        """The config that a step was saved with, the latest step by default, whichever version saved it.
+        """The config in a checkpoint, which this version or an older one saved.
+
+        Args:
+          step: step of the checkpoint; None for the latest.
 
         Raises:
-          UserError: no such step, it is damaged, or a newer version wrote a field that this one does not know.
+          UserError: the checkpoint does not exist, is damaged, or holds a field that this version does not know.
         """
-        step = self._existing(step)
+        step = self._existing_step(step)
         return from_stored(self._meta(step, "config"), str(self.directory / str(step)))
 
     def loader_state(self, step: int | None = None) -> dict[str, Any]:
-        """The state of the loader when a step was saved, the latest step by default.
+        """The state of the loader in a checkpoint.
+
+        Args:
+          step: step of the checkpoint; None for the latest.
 
         Raises:
-          UserError: no such step, or it is damaged.
+          UserError: the checkpoint does not exist or is damaged.
         """
-        return self._meta(self._existing(step), "loader")
+        return self._meta(self._existing_step(step), "loader")
 
     def _meta(self, step: int, name: str) -> dict[str, Any]:
         with self._readable(step):
             return self._orbax.checkpointables_metadata(step).custom_metadata[name]
 
     def restore(self, config: Config, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
-        """The state to continue from and the loader's state, for `abstract`'s shapes and shardings.
+        """Restores the train state and the state of the loader, to continue a run.
+
+        Args:
+          config: config of the continuation.
+          abstract: shapes, types and shardings of the train state.
+          step: step of the checkpoint; None for the latest.
 
         Raises:
-          UserError: no such step; a leaf missing, extra, or of another shape or type, with its path; an unreadable file.
-          ConfigError: the run was started with another config (attention variant, data order, ...), naming the fields.
+          UserError: the checkpoint does not exist or is damaged, or a leaf is missing, extra, or of another shape or type. The
+            message names the path of the leaf.
+          ConfigError: the run was started with another config. The message names the fields that differ.
         """
-        step = self._existing(step)
+        step = self._existing_step(step)
         loader_state = self.loader_state(step)
         check_continues(self.config(step), config, str(self.directory.parent))
         opt_state = {"step": abstract.step, "rng": abstract.rng, "optimizer": abstract.opt_state}
         items = self._load(step, {"params": abstract.params, "opt_state": opt_state})
-        rest = items["opt_state"]
-        return TrainState(rest["step"], items["params"], rest["optimizer"], rest["rng"]), loader_state
+        opt_items = items["opt_state"]
+        return TrainState(opt_items["step"], items["params"], opt_items["optimizer"], opt_items["rng"]), loader_state
 
     def restore_params(self, config: Config, abstract_params: Params, step: int | None = None) -> Params:
-        """The weights alone, for `abstract_params`' shapes and shardings.
+        """Restores only the weights.
+
+        Args:
+          config: config of the model that is to use the weights.
+          abstract_params: shapes, types and shardings of the weights.
+          step: step of the checkpoint; None for the latest.
 
         Raises:
           UserError: as `restore`.
-          ConfigError: `config` is of another model than the one saved, naming the fields that differ.
+          ConfigError: the checkpoint holds another model than that of `config`. The message names the fields that differ.
         """
-        step = self._existing(step)
+        step = self._existing_step(step)
         check_same_weights(self.config(step), config, str(self.directory.parent))
         return self._load(step, {"params": abstract_params})["params"]
 
-    def _existing(self, step: int | None) -> int:
+    def _existing_step(self, step: int | None) -> int:
         if not self.steps:
             raise UserError(f"{self.directory}: no finished checkpoint; train until the first save (checkpoint.every) first")
         if step is None:
@@ -140,7 +164,7 @@ class Checkpoints:
         with self._readable(step):
             stored = self._orbax.checkpointables_metadata(step).metadata
             for item in abstract:
-                if item in stored and stored[item] is None:  # Orbax only logs that it could not read an item's description
+                if item in stored and stored[item] is None:  # Orbax only logs that it cannot read the description of an item
                     raise ValueError(f"the description of {item!r} is damaged")
             _check_leaves(abstract, stored, str(self.directory / str(step)))
             return self._orbax.load_checkpointables(step, abstract)
@@ -151,7 +175,7 @@ class Checkpoints:
             yield
         except UserError:
             raise
-        except Exception as error:  # Orbax raises many kinds, down to those of its storage library.
+        except Exception as error:  # Orbax raises many types of error, including those of its storage library.
             raise UserError(
                 f"{self.directory / str(step)}: this checkpoint cannot be read ({_reason(error)}). It may be damaged: "
                 f"restore the folder, or move it away to go on from an earlier step"
@@ -174,7 +198,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_leaves(abstract: dict[str, Any], stored: dict[str, Any], where: str) -> None:
-    """Orbax converts types silently and names no path when trees differ, so every leaf is compared first."""
+    """Compares every leaf, because Orbax converts types silently and names no path where trees differ."""
     for item, tree in abstract.items():
         if item not in stored:
             raise UserError(f"{where}: no item {item!r}; found {', '.join(sorted(stored))}")

@@ -1,4 +1,4 @@
-"""One run, from a config to its last step: start or continue, step, act, stop."""
+"""The training loop: it starts or continues a run, takes its steps, runs its actions, and stops."""
 
 import contextlib
 import pathlib
@@ -22,24 +22,24 @@ from xsa_jax.train.state import TrainState
 def train(config: Config, workdir: pathlib.Path, actions: Sequence[ActionMaker]) -> None:
     """Trains until `train.num_steps`, continuing from the last committed checkpoint of `workdir` if there is one.
 
-    SIGTERM or ctrl-C runs the actions that are due on a stop, such as saving, after the step under way; then `train` returns. A
-    second signal stops at once.
+    On SIGTERM or ctrl-C, `train` finishes the current step, runs the actions that are due on a stop, such as saving, and returns.
+    A second signal stops the process at once.
 
     Args:
-      config: the run's config.
-      workdir: the run's folder.
-      actions: what the run does beside its steps, in this order; see `xsa_jax.train.actions`.
+      config: config of the run.
+      workdir: folder of the run.
+      actions: makers of the actions, which run after each step in this order; see `xsa_jax.train.actions`.
 
     Raises:
-      UserError: the config, token store, run folder or checkpoint cannot be used, and nothing of the run was changed; or the
-        loss is not finite, or a checkpoint cannot be written, and the checkpoints before are kept.
+      UserError: the config, token store, run folder or checkpoint cannot be used; the run is then unchanged. Or the loss is not
+        finite, or a checkpoint cannot be written; earlier checkpoints are then kept.
     """
     setup = assemble(config)
     data = open_data(config)
     print(_summary(setup), flush=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.only_trainer(workdir))
-        stopping = stack.enter_context(_stop_signals())  # outside the checkpoints, which may still be writing when the loop ends
+        stopping = stack.enter_context(_stop_signals())  # before the checkpoints, whose last save outlasts the loop
         checkpoints = stack.enter_context(Checkpoints(workdir, config.checkpoint))
         stack.enter_context(jax.set_mesh(setup.mesh))
         start, state = _first_state(setup, data, workdir, checkpoints)
@@ -75,15 +75,15 @@ def _steps(
 
 
 def _first_state(setup: Setup, data: Data, workdir: pathlib.Path, checkpoints: Checkpoints) -> tuple[int, TrainState]:
-    """The step and the state that the run begins with."""
+    """The step number and the train state that the run starts with."""
     if checkpoints.latest is None:
         folder.check_nothing_lost(workdir)
         print(f"{workdir}: starting at step 0", flush=True)
         return 0, setup.init_state()
     state, loader_state = checkpoints.restore(setup.config, setup.abstract_state)
     start = data.training.check_state(loader_state)
-    reached = "complete at" if start == setup.config.train.num_steps else "continuing from"
-    print(f"{workdir}: {reached} step {start}", flush=True)
+    status = "complete at" if start == setup.config.train.num_steps else "continuing from"
+    print(f"{workdir}: {status} step {start}", flush=True)
     return start, state
 
 
@@ -109,21 +109,21 @@ def _summary(setup: Setup) -> str:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Stopping]:
-    """Makes SIGTERM and SIGINT the reason to stop; the second signal acts as it would without us."""
+    """Makes the first SIGTERM or SIGINT a reason to stop. A second signal reaches the previous handlers."""
     received: list[str] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def give_back() -> None:
-        for number, handler in before.items():
+    def restore_handlers() -> None:
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
     def handle(number: int, _frame: Any) -> None:
         received.append(signal.Signals(number).name)
-        give_back()
+        restore_handlers()
 
-    for number in before:
+    for number in previous:
         signal.signal(number, handle)
     try:
         yield lambda: received[0] if received else None
     finally:
-        give_back()
+        restore_handlers()

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy, a few positions at a time, as sums and counts."""
+"""Next-token cross-entropy, computed in chunks of positions and returned as sums and counts."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,13 +15,13 @@ Batch = Mapping[str, Array]
 class LossSums(NamedTuple):
     """Sums over the counted targets of a batch. Divide by `tokens` only after adding batches, hosts or micro-batches."""
 
-    nll: Array  # float32 scalar, nats
-    z: Array  # float32 scalar, sum of log(Z)^2
-    tokens: Array  # float32 scalar, how many targets counted
+    nll: Array  # float32 scalar, sum of the negative log-likelihood in nats
+    z: Array  # float32 scalar, sum of log(Z)^2, where Z is the softmax normaliser
+    tokens: Array  # float32 scalar, number of counted targets
 
 
 class Targets(NamedTuple):
-    """Rows of T+1 tokens as inputs of the model and the next tokens that it must predict."""
+    """Rows of T+1 tokens, split into T inputs and T targets: the next tokens that the model must predict."""
 
     inputs_BT: Array
     targets_BT: Array
@@ -30,7 +30,11 @@ class Targets(NamedTuple):
 
 
 def shift(batch: Batch) -> Targets:
-    """Shifts `batch["tokens"]`, int32 [B, T+1], and reads `batch["segment_ids"]` of the same shape where it is there."""
+    """Splits the rows of a batch into inputs and targets.
+
+    Args:
+      batch: "tokens", int32 [B, T+1], and optionally "segment_ids" of the same shape.
+    """
     tokens, segments = batch["tokens"], batch.get("segment_ids")
     if segments is None:
         weights = jnp.ones(tokens[:, 1:].shape, jnp.float32)
@@ -40,10 +44,10 @@ def shift(batch: Batch) -> Targets:
 
 
 def token_nll(transformer: Transformer, hidden_BTD: Array, targets_BT: Array, chunk: int) -> tuple[Array, Array]:
-    """Negative log-likelihood and log(Z) of each target, float32 [B, T], in nats.
+    """Negative log-likelihood and log(Z) of each target, both float32 [B, T], in nats. Z is the softmax normaliser.
 
-    Logits exist for `chunk` positions at a time, forward and backward: at V = 50304 the whole [B, T, V] in float32 would be
-    the largest array of the step.
+    Logits are in memory for `chunk` positions per row at a time, in the forward and the backward pass. With V = 50304, float32
+    logits [B, T, V] would be the largest array of the step.
     """
     B, T, _ = hidden_BTD.shape
     chunk = min(chunk, T)
@@ -67,7 +71,14 @@ def token_nll(transformer: Transformer, hidden_BTD: Array, targets_BT: Array, ch
 
 
 def loss_sums(transformer: Transformer, batch: Batch, chunk: int, dropout_key: Array | None = None) -> LossSums:
-    """The sums of one batch (see `shift` for its form)."""
+    """Loss sums of one batch.
+
+    Args:
+      transformer: decoder with its weights.
+      batch: as for `shift`.
+      chunk: number of positions per row whose logits are in memory at once.
+      dropout_key: random key of dropout; None turns dropout off.
+    """
     inputs_BT, targets_BT, segment_ids_BT, weights_BT = shift(batch)
     hidden_BTD, _ = transformer(inputs_BT, segment_ids_BT, dropout_key=dropout_key)
     nll_BT, logz_BT = token_nll(transformer, hidden_BTD, targets_BT, chunk)

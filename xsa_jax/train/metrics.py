@@ -1,4 +1,4 @@
-"""What a run reports while it runs: a JSONL file, TensorBoard events, and a line for people."""
+"""The metrics that a run reports: a JSONL file, TensorBoard events, and lines on stdout."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from xsa_jax.errors import UserError
 from xsa_jax.files import write_text
 from xsa_jax.progress import Progress
 
-# Dense bfloat16 peak of one device, FLOP/s, by jax's device_kind in lower case; from the makers' data sheets.
+# Peak FLOP/s of one device for dense bfloat16, from the makers' data sheets, by jax's device_kind in lower case.
 _PEAK_FLOPS = {
     "tpu v4": 275e12, "tpu v5 lite": 197e12, "tpu v5e": 197e12, "tpu v5": 459e12, "tpu v5p": 459e12, "tpu v6 lite": 918e12,
     "tpu v6e": 918e12, "tpu7x": 2307e12, "nvidia a100-sxm4-40gb": 312e12, "nvidia a100-sxm4-80gb": 312e12,
@@ -26,38 +26,38 @@ _PEAK_FLOPS = {
 
 
 def train_flops_per_token(model: ModelConfig, attention: AttentionConfig, seq_len: int) -> float:
-    """FLOPs of forward and backward for one token, by the usual count (PaLM, arXiv 2204.02311, appendix B).
+    """FLOPs of the forward and backward pass per token, counted as in PaLM (arXiv 2204.02311, appendix B).
 
-    6 per matrix weight, and 12 * H * E per key and layer, masked keys counted too (a window bounds them). SA and XSA count the
-    same: the projection adds no more than one key to each token, and one scale keeps their MFU comparable.
+    A matrix weight counts 6 FLOPs. A key counts 12 * H * E FLOPs per layer, even if it is masked; a window bounds the number of
+    keys. The count of SA and XSA is the same, so that their MFU is comparable: the projection costs no more than one more key.
     """
-    heads = attention.num_heads * attention.head_dim
-    kv_heads = attention.num_kv_heads * attention.head_dim
+    query_width = attention.num_heads * attention.head_dim
+    kv_width = attention.num_kv_heads * attention.head_dim
     mlp = model.d_model * model.d_ff * (3 if model.mlp == "swiglu" else 2)
-    weights = model.num_layers * (model.d_model * (2 * heads + 2 * kv_heads) + mlp) + model.d_model * model.vocab_size
+    weights = model.num_layers * (model.d_model * (2 * query_width + 2 * kv_width) + mlp) + model.d_model * model.vocab_size
     keys = min(seq_len, attention.window or seq_len)
-    return 6.0 * weights + 12.0 * model.num_layers * heads * keys
+    return 6.0 * weights + 12.0 * model.num_layers * query_width * keys
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Peak FLOP/s of one device for this compute type, or None where the table does not know: no MFU rather than a guess."""
+    """Peak FLOP/s of one device for a compute type. None if the table lacks it, since no MFU is better than a guess."""
     return _PEAK_FLOPS.get(device_kind.lower()) if dtype == "bfloat16" else None
 
 
 class Metrics:
-    """Collects the metrics of steps and writes those of every `log_every`-th.
+    """Collects the metrics of every step, and writes those of every `log_every`-th step.
 
-    `add` is handed device values and reads those of the step before: by then the next step is already running, so the device
-    never waits for the host.
+    `add` receives the metrics of a step as device values, and reads those of the previous step. The newer step is already running
+    at that time, so the device never waits for the host.
 
     Args:
-      workdir: where `metrics.jsonl` and `tensorboard/` go; only process 0 writes.
+      workdir: folder of `metrics.jsonl` and `tensorboard/`. Only process 0 writes.
       config: the `train` group of the run's config.
-      start: the step that the run begins at. Records of later steps, from a life that was killed after its last save, are
-        removed, so the file reads as one run.
+      start: step that the run starts at. Records of later steps are removed, so that the file reads as one run. An earlier process
+        leaves such records if it is killed after its last save.
       flops_per_token: FLOPs of a training step per token, for the MFU.
-      peak: peak FLOP/s of all devices together; None where it is not known, and then there is no MFU.
-      line_seconds: the time between two lines for people where the output is no terminal.
+      peak: peak FLOP/s of all devices together; None if it is unknown, and then there is no MFU.
+      line_seconds: interval in seconds between two lines where the output is not a terminal.
     """
 
     def __init__(
@@ -95,12 +95,20 @@ class Metrics:
             self._board.close()
 
     def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Takes the metrics of update number `step` (from 1)."""
+        """Takes the metrics of a step, and flushes those of the previous step.
+
+        Args:
+          step: number of the step, from 1.
+          metrics: device scalars, as the train step returns them.
+
+        Raises:
+          UserError: the loss or the gradient of the previous step is not finite.
+        """
         self.flush()
         self._pending = (step, metrics)
 
     def flush(self) -> None:
-        """Reads and, where it is their turn, writes the metrics that wait.
+        """Reads the pending metrics, and writes them if their step is to be logged.
 
         Raises:
           UserError: the loss or the gradient is not finite.
@@ -119,12 +127,18 @@ class Metrics:
             rate = self._tokens / (now - self._time)
             mfu = rate * self._flops / self._peak if self._peak else None
             values |= {"step_time": seconds, "tokens_per_second": rate, "mfu": mfu}
-        self._mark(step, now)
+        self._start_interval(step, now)
         self.write(step, "train", values, stays=not self._warm or step == self._config.num_steps)
-        self._warm = True  # The first step holds the compilation: its time is nobody's step time.
+        self._warm = True  # The first step includes the compilation, so its time is not a step time.
 
     def write(self, step: int, split: str, values: Mapping[str, Any], stays: bool = True) -> None:
-        """Writes one record and its line for people, which `stays` or is the next state of an updating line.
+        """Writes one record and its line on stdout.
+
+        Args:
+          step: number of the step.
+          split: "train" or "validation".
+          values: metrics by name.
+          stays: whether the line stays on a terminal; otherwise the next one replaces it.
 
         Raises:
           UserError: the loss is not finite.
@@ -144,12 +158,12 @@ class Metrics:
 
     @contextlib.contextmanager
     def pause(self, step: int) -> Iterator[None]:
-        """Writes what waits, and leaves the time spent inside (an evaluation, a save) out of the step time."""
+        """A context, such as that of a validation or a save, whose time is excluded from the step time. It flushes first."""
         self.flush()
         yield
-        self._mark(step, time.perf_counter())
+        self._start_interval(step, time.perf_counter())
 
-    def _mark(self, step: int, now: float) -> None:
+    def _start_interval(self, step: int, now: float) -> None:
         self._step, self._time, self._tokens = step, now, 0.0
 
 
@@ -178,7 +192,7 @@ def _line(step: int, num_steps: int, split: str, values: Mapping[str, Any]) -> s
 
 
 def last_step(workdir: pathlib.Path) -> int:
-    """The last step that `metrics.jsonl` tells of, 0 without one."""
+    """The last step that `metrics.jsonl` records; 0 if there is none."""
     return max((step for step, _ in _records(workdir / "metrics.jsonl")), default=0)
 
 
@@ -187,7 +201,7 @@ def _rewind(path: pathlib.Path, start: int) -> None:
 
 
 def _records(path: pathlib.Path) -> Iterator[tuple[int, str]]:
-    """(step, line) of every record; what is none, such as a line that a kill cut short, is passed over."""
+    """Yields (step, line) of every record, and skips invalid lines, such as one that a kill cut short."""
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             yield int(json.loads(line)["step"]), line + "\n"

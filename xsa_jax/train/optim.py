@@ -1,4 +1,4 @@
-"""Learning-rate schedule and optimiser, as optax makes them."""
+"""The learning-rate schedule and the optimiser, built with optax."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from xsa_jax.config import OptimConfig
 def schedule(config: OptimConfig, num_steps: int) -> optax.Schedule:
     """Linear warm-up to `peak_lr`, then cosine decay to `final_lr_ratio * peak_lr` at `num_steps`, or constant.
 
-    Update i of the w = `warmup_steps` uses i / (w + 1) of the peak (as NanoGPT), so that the first of them moves already.
+    Update i = 1, ..., w of the w = `warmup_steps` uses i / (w + 1) of the peak, as in NanoGPT. The first rate is thus not 0.
     """
     peak, warmup_steps = config.peak_lr, config.warmup_steps
     first = peak / (warmup_steps + 1)
@@ -22,13 +22,13 @@ def schedule(config: OptimConfig, num_steps: int) -> optax.Schedule:
 
 
 def optimizer(config: OptimConfig, num_steps: int, axes: dict[str, Any]) -> optax.GradientTransformation:
-    """Global-norm clip, then AdamW with decoupled decay on matrices.
+    """Clipping of the global norm, then AdamW with decoupled weight decay on matrices.
 
     Args:
       config: the `optim` group of the run's config.
-      num_steps: length of the schedule.
-      axes: logical axes of each parameter. A parameter with one axis beside the layer axis is a bias, norm scale, gate or
-        sink; it is not decayed.
+      num_steps: number of updates in the schedule.
+      axes: logical axes of each parameter. A parameter with at most one axis besides the layer axis is a norm scale, gate or sink,
+        and is not decayed.
     """
 
     def decayed(_params) -> Any:

@@ -1,7 +1,7 @@
-"""Assembles a run, once, for everything that runs, measures or compiles it.
+"""The assembly of a run, for all code that runs, measures or compiles one.
 
-`Setup` is made of the config and a list of devices and of nothing else: it opens no file and makes no array, so the devices may be
-those of a topology that is not here. Grain is imported by `open_data` alone, which needs it.
+`assemble` needs only a config and a list of devices. It opens no file and allocates no array, so the devices may belong to a
+topology description, without hardware. Only `open_data` imports Grain.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ class Setup:
     """A run that is ready to start.
 
     Attributes:
-      config: the run's config.
-      mesh: its devices.
-      model: the description of the decoder.
-      tx: the optimiser.
+      config: config of the run.
+      mesh: mesh of the devices.
+      model: description of the decoder.
+      tx: optimiser.
       abstract_state: shapes, types and shardings of the train state.
-      step: the jitted train step; it takes over the buffers of the state that it is given.
-      evaluator: the jitted validation of one batch.
+      step: jitted train step; it donates the buffers of its state argument.
+      evaluator: jitted validation of one batch.
     """
 
     config: Config
@@ -55,17 +55,17 @@ class Setup:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
 
     def init_state(self) -> TrainState:
-        """The state at step 0, each leaf made where it lives."""
+        """The train state at step 0. Each leaf is created with its sharding."""
         return init_state(self.model, self.tx, self.mesh, self.config.seed)
 
     def abstract_batch(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """The form of a training batch: int32 [B, T+1] tokens and, where documents are isolated, segment ids."""
+        """Shapes, types and shardings of a training batch: int32 [B, T+1] tokens and, where documents are isolated, segment ids."""
         data = self.config.data
         ids = jax.ShapeDtypeStruct((data.batch_size, data.seq_len + 1), jnp.int32, sharding=batch_sharding(self.mesh))
         return {"tokens": ids, "segment_ids": ids} if data.documents == "isolate" else {"tokens": ids}
 
     def lower(self) -> jax.stages.Lowered:
-        """The train step as a program for the mesh's devices, which need not be here; compile it with `.compile()`."""
+        """The train step lowered for the devices of the mesh, which may lack hardware. `.compile()` compiles the result."""
         step: Any = self.step
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             traced = step.trace(self.abstract_state, self.abstract_batch())
@@ -77,11 +77,11 @@ def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Set
     """Assembles the run of a config.
 
     Args:
-      config: the run's config.
-      devices: where it runs; all devices of this process's jax by default.
+      config: config of the run.
+      devices: devices of the run; None for all devices of jax.
 
     Raises:
-      ConfigError: the mesh does not fit the devices, or the chosen attention implementation cannot do on them what the config asks.
+      ConfigError: the mesh does not fit the devices, or the attention implementation does not support the config on them.
     """
     mesh = make_mesh(config.mesh, config.data.batch_size, jax.devices() if devices is None else devices)
     isolate = config.data.documents == "isolate"
@@ -101,7 +101,7 @@ class Data(NamedTuple):
     Attributes:
       training: shuffled rows without end.
       held_out: one pass in order over the first `eval.tokens` tokens of the validation split.
-      bytes_per_token: of the validation split.
+      bytes_per_token: mean number of UTF-8 bytes per token in the validation split.
     """
 
     training: "Loader"
@@ -113,9 +113,10 @@ def open_data(config: Config) -> Data:
     """Opens the run's token store.
 
     Raises:
-      UserError: there is none, it is damaged or too small, or its vocabulary does not fit the model's.
+      UserError: the store is missing, damaged or too small.
+      ConfigError: the vocabulary of the store is larger than that of the model.
     """
-    from xsa_jax.data.loader import Loader  # grain, which benchmarks on borrowed machines do without
+    from xsa_jax.data.loader import Loader  # imported here because benchmarks run on machines without grain
     from xsa_jax.data.store import TokenStore
 
     data = config.data

@@ -19,8 +19,14 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 def make_step(model: Model, tx: optax.GradientTransformation, lr: optax.Schedule, config: TrainConfig) -> Step:
     """The train step, not yet jitted.
 
-    Its metrics, float32 scalars: `loss` (nats per token), `z` (mean of log(Z)^2), `grad_norm` (before clipping), `lr` (of this
-    update) and `tokens` (targets that counted).
+    The step returns its metrics as float32 scalars: `loss` in nats per token, `z` (the mean of log(Z)^2), `grad_norm` before
+    clipping, `lr` (the learning rate of the update) and `tokens` (the number of counted targets).
+
+    Args:
+      model: description of the decoder.
+      tx: optimiser.
+      lr: learning-rate schedule of `tx`, for the metrics.
+      config: the `train` group of the run's config.
     """
     dropout = model.config.dropout > 0
 
@@ -32,7 +38,7 @@ def make_step(model: Model, tx: optax.GradientTransformation, lr: optax.Schedule
         rng, key = jax.random.split(jax.random.wrap_key_data(state.rng))
         batch = {name: constrain(x, "batch", None) for name, x in batch.items()}
         (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(state.params, batch, key)
-        # Gradients of sums, divided once: token weights stay right when batches are added up.
+        # The gradient of the sum, divided once by the number of tokens, gives every token of the batch the same weight.
         tokens = jnp.maximum(sums.tokens, 1.0)
         grads = jax.tree.map(lambda g: g / tokens, grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)

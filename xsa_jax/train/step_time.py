@@ -2,9 +2,9 @@
 
     python -m xsa_jax.train.step_time runs/sa runs/xsa --output runs/step_time.json
 
-Two runs that were trained one after the other met different loads of the machine, so the ratio of their step times is noise. Here
-step n of each run follows step n of the run before within milliseconds, and the median of the ratios of such pairs is reported.
-Nothing of the runs is changed: the steps start from fresh weights and read random tokens.
+Runs that are trained one after the other meet different loads of the machine, so the ratio of their step times is noise. Here,
+step n of each run directly follows step n of the previous run. The command reports the median ratio of such pairs of steps. It does
+not change the runs: the steps start from fresh weights and read random tokens.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from xsa_jax.parallel.mesh import put_batch
 from xsa_jax.train.setup import Setup, assemble
 from xsa_jax.train.state import TrainState
 
-WARMUP = 3
+WARMUP = 3  # number of first steps that are not measured
 
 
 class Stepper:
     """The compiled step of one run with a state and a batch to run it on.
 
     Attributes:
-      setup: the run.
-      compiled: its train step.
-      loss: the loss of the last step, in nats per token.
+      setup: the assembled run.
+      compiled: compiled train step of the run.
+      loss: loss of the last step, in nats per token; nan before the first.
     """
 
     def __init__(self, setup: Setup):
@@ -51,7 +51,7 @@ class Stepper:
             self.compiled = step.lower(self._state, self._batch).compile()
 
     def seconds(self) -> float:
-        """The time of one more step."""
+        """Runs one more step, and returns its time in seconds."""
         start = time.perf_counter()
         self._state, metrics = self.compiled(self._state, self._batch)
         self.loss = float(metrics["loss"])
@@ -59,7 +59,7 @@ class Stepper:
 
 
 def alternate(steppers: Mapping[str, Stepper], pairs: int) -> dict[str, list[float]]:
-    """Lets the steppers take turns; returns the seconds of each step, without `WARMUP` first steps."""
+    """Runs `pairs` steps of each stepper in turn, after `WARMUP` steps, and returns their times in seconds by name."""
     times: dict[str, list[float]] = {name: [] for name in steppers}
     for n in range(WARMUP + pairs):
         for name, stepper in steppers.items():
@@ -69,20 +69,20 @@ def alternate(steppers: Mapping[str, Stepper], pairs: int) -> dict[str, list[flo
 
 
 def ratios(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median, over pairs of steps, of each one's time over that of the first."""
+    """Step time of each run relative to the first run: the median over pairs of steps."""
     first = next(iter(times.values()))
-    return {name: statistics.median(a / b for a, b in zip(own, first, strict=True)) for name, own in times.items()}
+    return {name: statistics.median(a / b for a, b in zip(seconds, first, strict=True)) for name, seconds in times.items()}
 
 
 def measure(runs: Sequence[pathlib.Path], pairs: int) -> dict[str, Any]:
-    """What the command writes.
+    """Measures the step times of runs relative to the first run, and returns the content of the output file.
 
     Args:
       runs: folders of training runs.
-      pairs: steps of each run.
+      pairs: number of measured steps of each run.
 
     Raises:
-      UserError: a folder that holds no run, or a config that does not fit this machine.
+      UserError: a folder holds no run, or a config does not fit this machine.
     """
     steppers = {}
     for run in runs:
@@ -106,8 +106,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m xsa_jax.train.step_time", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of runs; the first is what the others are measured by")
-    parser.add_argument("--pairs", type=int, default=30, help="steps of each run")
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of runs; the first one is the reference")
+    parser.add_argument("--pairs", type=int, default=30, help="number of measured steps of each run (%(default)s)")
     parser.add_argument("--output", required=True, type=pathlib.Path, help="JSON file, for python -m xsa_jax.compare --step_times")
     args = parser.parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""Loss on held-out rows, by position in the context."""
+"""The loss on held-out rows, by position in the context."""
 
 import dataclasses
 import math
@@ -18,31 +18,31 @@ Evaluator = Callable[[Params, Mapping[str, jax.Array]], tuple[jax.Array, jax.Arr
 
 @dataclasses.dataclass(frozen=True)
 class PositionSums:
-    """Summed loss and counted targets at each position of the context, both float64 [T]."""
+    """Summed loss in nats, and number of counted targets, at each position of the context. Both are float64 [T]."""
 
     nll_T: np.ndarray
     tokens_T: np.ndarray
 
     def loss(self, start: int = 0, stop: int | None = None) -> float:
-        """Nats per token over the positions [start, stop); nan where none counted."""
+        """Loss in nats per token over the positions [start, stop); nan if no target is counted there."""
         tokens = self.tokens_T[start:stop].sum()
         return float(self.nll_T[start:stop].sum() / tokens) if tokens else math.nan
 
     def totals(self, bytes_per_token: float) -> dict[str, float]:
-        """`loss` in nats per token, `bits_per_byte` of text, and `perplexity` per token."""
+        """`loss` in nats per token, `bits_per_byte` of text, `perplexity`, and the number of counted targets, `tokens`."""
         loss = self.loss()
         return {
             "loss": loss,
             "bits_per_byte": loss / math.log(2) / bytes_per_token,
-            "perplexity": math.exp(min(loss, 700.0)),  # below float64's overflow; an untrained model can be this bad
+            "perplexity": math.exp(min(loss, 700.0)),  # bounded to avoid float64 overflow; an untrained model can be this bad
             "tokens": int(self.tokens_T.sum()),
         }
 
 
 def make_evaluator(model: Model, loss_chunk: int) -> Evaluator:
-    """A jitted (params, batch) -> (nll_T, tokens_T).
+    """A jitted function (params, batch) -> (nll_T, tokens_T): summed loss in nats and counted targets by position, float32 [T].
 
-    `batch["valid"]`, float32 [B], is 0 for rows that only fill the batch. Logits exist for `loss_chunk` positions at a time.
+    `batch["valid"]`, float32 [B], is 0 for rows of padding. Logits are in memory for `loss_chunk` positions per row at a time.
     """
 
     def sums(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -59,23 +59,23 @@ def make_evaluator(model: Model, loss_chunk: int) -> Evaluator:
 def validate(
     evaluator: Evaluator, params: Params, batches: Iterable[Mapping[str, np.ndarray]], rows: int, mesh: Mesh
 ) -> PositionSums:
-    """Adds up the batches, weighting each token alike.
+    """Sums the loss over batches. Every counted target has the same weight.
 
     Args:
-      evaluator: from `make_evaluator`.
-      params: the weights.
-      batches: what a validation loader yields; the last may have fewer rows.
-      rows: rows of a full batch of this process, a multiple of its batch shards.
-      mesh: where to run.
+      evaluator: result of `make_evaluator`.
+      params: weights of the decoder.
+      batches: batches of a validation loader; the last one may have fewer rows.
+      rows: number of rows of a full batch of this process, a multiple of its batch shards.
+      mesh: mesh of the weights.
     """
     nll, tokens = 0.0, 0.0
     for batch in batches:
-        sums = jax.device_get(evaluator(params, put_batch(mesh, _filled(batch, rows))))
+        sums = jax.device_get(evaluator(params, put_batch(mesh, _padded(batch, rows))))
         nll, tokens = nll + sums[0].astype(np.float64), tokens + sums[1].astype(np.float64)
     return PositionSums(np.atleast_1d(nll), np.atleast_1d(tokens))
 
 
-def _filled(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
-    have = len(batch["tokens"])
-    filled = {name: np.pad(x, ((0, rows - have), (0, 0))) for name, x in batch.items()}
-    return filled | {"valid": (np.arange(rows) < have).astype(np.float32)}
+def _padded(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    num_rows = len(batch["tokens"])
+    padded = {name: np.pad(x, ((0, rows - num_rows), (0, 0))) for name, x in batch.items()}
+    return padded | {"valid": (np.arange(rows) < num_rows).astype(np.float32)}

@@ -1,4 +1,4 @@
-"""The folder of a run: one trainer at a time in it, and the record of what was started there."""
+"""The folder of a run: a lock that admits one trainer at a time, and a record of each start."""
 
 import contextlib
 import fcntl
@@ -24,10 +24,10 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 @contextlib.contextmanager
 def only_trainer(workdir: pathlib.Path) -> Iterator[None]:
-    """Makes the folder, and holds it for this run while the context lasts.
+    """A context that creates the folder, and holds its lock.
 
     Raises:
-      UserError: it cannot be written, or another process trains in it.
+      UserError: the folder cannot be written, or another process trains in it.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -46,15 +46,15 @@ def only_trainer(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def check_nothing_lost(workdir: pathlib.Path) -> None:
-    """For a run without a checkpoint: refuses to start over where there must have been one.
+    """Checks that a run without a checkpoint never completed one, so that starting at step 0 loses nothing.
 
     Raises:
-      UserError: the run's metrics go on past its second save, which began only after the first was whole.
+      UserError: the metrics of the run continue past its second save, which starts only after the first save is complete.
     """
     reached = last_step(workdir)
     try:
         every = json.loads((workdir / "config.json").read_text())["checkpoint"]["every"]
-    except (OSError, ValueError, TypeError, KeyError):  # no run was recorded here, so there is nothing to compare with
+    except (OSError, ValueError, TypeError, KeyError):  # no run was recorded here, so nothing can be lost
         return
     if reached > 2 * every:
         raise UserError(
@@ -64,7 +64,13 @@ def check_nothing_lost(workdir: pathlib.Path) -> None:
 
 
 def record_start(workdir: pathlib.Path, config: Config, step: int) -> None:
-    """Stores the config, and one line for this start: command, code, versions, devices."""
+    """Writes config.json, and appends a line to starts.jsonl. Only process 0 writes.
+
+    Args:
+      workdir: folder of the run.
+      config: config of the run.
+      step: step that the run starts at.
+    """
     if jax.process_index():
         return
     write_json(workdir / "config.json", to_stored(config))
@@ -83,7 +89,7 @@ def record_start(workdir: pathlib.Path, config: Config, step: int) -> None:
 
 
 def git_state() -> str:
-    """The commit of the code at work, with "+changes" when files differ from it; "unknown" outside a checkout."""
+    """The commit of this code, with "+changes" if files differ from it; "unknown" outside a git checkout."""
     try:
         return _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
