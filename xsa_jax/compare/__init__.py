@@ -1,1 +1,1 @@
-"""How runs differ, from the files that training and evaluation left: tables and pictures. Nothing in this package imports jax."""
+"""Comparison of runs by tables and plots, from the files of training and evaluation. Nothing in this package imports jax."""

@@ -2,8 +2,8 @@
 
     python -m xsa_jax.compare runs/sa runs/xsa --output runs/report
 
-Reads what training and eval.py wrote, prints a table and writes it as table.md and table.json, with three pictures. The first run
-is the one that the others are compared with.
+The command reads the files that train.py and eval.py wrote. It prints a table, and writes it as table.md and table.json together
+with three plots. Every other run is compared with the first.
 """
 
 import argparse
@@ -19,10 +19,10 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m xsa_jax.compare", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of runs; the first is compared with the others")
-    parser.add_argument("--output", required=True, type=pathlib.Path, help="folder for the table and the pictures")
-    parser.add_argument("--allow", nargs="+", default=[], metavar="FIELD", help="config fields that may differ: seed optim")
-    parser.add_argument("--step_times", type=pathlib.Path, metavar="FILE", help="what python -m xsa_jax.train.step_time wrote")
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of runs; the others are compared with the first")
+    parser.add_argument("--output", required=True, type=pathlib.Path, help="folder for the table and the plots")
+    parser.add_argument("--allow", nargs="+", default=[], metavar="FIELD", help="more fields or groups that may differ: seed optim")
+    parser.add_argument("--step_times", type=pathlib.Path, metavar="FILE", help="output file of python -m xsa_jax.train.step_time")
     args = parser.parse_args(argv)
     try:
         markdown = compare(args.runs, args.output, args.allow, args.step_times)

@@ -1,4 +1,4 @@
-"""The comparison of runs that differ in attention alone, written as a table and pictures."""
+"""The comparison of runs that differ in attention alone, written as a table and plots."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,18 @@ def compare(
     allow: Sequence[str] = (),
     step_times: pathlib.Path | None = None,
 ) -> str:
-    """Writes the comparison into `output` and returns the table as markdown.
+    """Writes the comparison into `output`, and returns the table as markdown.
 
     Args:
-      paths: folders of runs, at least two; each evaluated by eval.py at a step that all share. The first is the one that the
-        others are compared with.
-      output: a folder.
-      allow: config fields, or groups of them, that may differ beside `attention`.
-      step_times: what `xsa_jax.train.step_time` measured of these runs; without it the table has no step times, since step times
-        of runs that were trained one after the other say more about the machine than about the runs.
+      paths: folders of at least two runs, which eval.py has evaluated at a common step. The others are compared with the first.
+      output: folder for the table and the plots.
+      allow: names of config fields or groups that may differ in addition to `attention`.
+      step_times: output file of `xsa_jax.train.step_time` for these runs. Without it the table has no step times, because those of
+        training depend on the load of the machine.
 
     Raises:
-      UserError: a run that is not one, is damaged or is not evaluated; runs that differ in more than they may, naming the fields;
-        step times of other runs.
+      UserError: a folder holds no run, or a run is damaged or not evaluated; the runs differ in other fields, which the message
+        names; or the step times belong to other runs.
       OSError: `output` cannot be written.
     """
     if len(paths) < 2:
@@ -54,20 +53,20 @@ def compare(
         rows.append(_step_time_row(runs, step_times))
     where = "; ".join(f"{name}: {run.name}, {run.devices}" for name, run in zip(names, runs, strict=True))
     markdown = f"{table.markdown(names, rows)}\n\nStep {step}. {where}. Means over layers and heads. {labels.LEGEND}\n\n{CAUTION}\n"
-    named = dict(zip(names, runs, strict=True))
-    evaluated = dict(zip(names, evaluations, strict=True))
+    runs_by_name = dict(zip(names, runs, strict=True))
+    evaluations_by_name = dict(zip(names, evaluations, strict=True))
     result = {
         "step": step,
         "caution": CAUTION,
-        "runs": {name: {"path": run.name, "devices": run.devices} for name, run in named.items()},
+        "runs": {name: {"path": run.name, "devices": run.devices} for name, run in runs_by_name.items()},
         "rows": [table.to_json(row, names) for row in rows],
     }
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / "table.md", markdown)
     write_json(output / "table.json", result)
-    plots.loss_curves({name: run.records for name, run in named.items()}, output / "loss.png")
-    plots.buckets({name: e["losses"][0]["buckets"] for name, e in evaluated.items()}, output / "position.png")
-    plots.similarity({name: e["similarity"] for name, e in evaluated.items()}, output / "similarity.png")
+    plots.loss_curves({name: run.records for name, run in runs_by_name.items()}, output / "loss.png")
+    plots.buckets({name: e["losses"][0]["buckets"] for name, e in evaluations_by_name.items()}, output / "position.png")
+    plots.similarity({name: e["similarity"] for name, e in evaluations_by_name.items()}, output / "similarity.png")
     return markdown
 
 
@@ -104,7 +103,7 @@ def _check_same_text(runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any
 
 
 def _step_time_row(runs: Sequence[Run], path: pathlib.Path) -> Row:
-    """Step times over that of the first run: medians of ratios of steps that took turns."""
+    """The step times relative to the first run: median ratios of steps that ran in turn."""
     measured = read_step_times(path)
     names = [run.name for run in runs]
     if list(measured["ratios"]) != names:
@@ -116,6 +115,6 @@ def _step_time_row(runs: Sequence[Run], path: pathlib.Path) -> Row:
 
 
 def _short_names(runs: Sequence[Run]) -> list[str]:
-    """ "SA", "XSA" where the kinds tell the runs apart, else the folders."""
+    """Names of the runs: the kinds of attention, such as "SA" and "XSA", if these are distinct; otherwise the folders."""
     kinds = [run.config.attention.kind.upper() for run in runs]
     return kinds if len(set(kinds)) == len(runs) else [run.name for run in runs]

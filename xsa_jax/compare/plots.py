@@ -1,4 +1,4 @@
-"""Pictures of runs and comparisons, as PNG files."""
+"""Plots of runs and comparisons, as PNG files."""
 
 import io
 import pathlib
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from xsa_jax import files
 from xsa_jax.labels import STATISTICS, positions
 
-# Okabe and Ito's palette: told apart with any colour vision. Line styles and markers say the same again.
+# The palette of Okabe and Ito, which any colour vision can distinguish. Line styles and markers distinguish the runs, too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _STYLE: Any = {
@@ -25,8 +25,15 @@ Records = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 
 
 def loss_curves(runs: Mapping[str, Records], path: pathlib.Path) -> None:
-    """Left: training loss (faint) and validation loss (marked) of each run. Right: the first run's losses minus each other's,
-    at steps that both logged; the training difference is a running mean over a tenth of the run."""
+    """Plots losses by step.
+
+    Left: training loss (faint) and validation loss (marked) of each run. Right: losses of the first run minus those of each other
+    run, at steps that both logged. The difference of training losses is a running mean over a tenth of the run.
+
+    Args:
+      runs: records of each run by name, as in metrics.jsonl.
+      path: PNG file to write.
+    """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -36,7 +43,7 @@ def loss_curves(runs: Mapping[str, Records], path: pathlib.Path) -> None:
             left.plot(*_curve(records, "validation"), color=_COLOURS[index % 6], marker=_MARKERS[index % 6], label=name)
         left.set(title="loss (faint: training, marked: validation)", xlabel="step", ylabel="nats per token")
         validation = np.concatenate([_curve(records, "validation")[1] for records in runs.values()])
-        if len(validation):  # from there on: the first steps' losses would flatten the rest
+        if len(validation):  # the range of validation losses: training losses of the first steps would flatten the curves
             low, high = validation.min(), validation.max()
             left.set_ylim(low - 0.25 * (high - low) - 0.02, high + 0.6 * (high - low) + 0.02)
         left.set_xlim(left=0)
@@ -62,7 +69,12 @@ def loss_curves(runs: Mapping[str, Records], path: pathlib.Path) -> None:
 
 
 def buckets(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: pathlib.Path) -> None:
-    """The first run's loss minus each other's, by position in the context; `runs` maps to the "buckets" of an evaluation."""
+    """Plots the loss of the first run minus that of each other run, by position in the context.
+
+    Args:
+      runs: "buckets" of each run's evaluation, by name of the run.
+      path: PNG file to write.
+    """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(9, 3), layout="constrained")
         axes = figure.subplots()
@@ -88,8 +100,15 @@ def buckets(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: pathlib.Path)
 
 
 def similarity(runs: Mapping[str, Mapping[str, Any]], path: pathlib.Path) -> None:
-    """Four panels over layers: cos(v_i, v_j), a_ii, and the raw and centred cosine of attention's output with the own value,
-    before (solid) and after (dashed) XSA. Lines are means over heads, the faint band spans them."""
+    """Plots the similarity statistics by layer.
+
+    The four panels show cos(v_i, v_j), a_ii, and the raw and the centred cosine between the output of attention and the token's
+    value, before (solid) and after (dashed) XSA. Lines are means over heads, and a faint band spans the heads.
+
+    Args:
+      runs: "similarity" of each run's evaluation, by name of the run.
+      path: PNG file to write.
+    """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(9, 5), layout="constrained")
         panels = figure.subplots(2, 2)
@@ -109,7 +128,7 @@ def _panel(axes, runs: Mapping[str, Mapping[str, Any]], title: str, before: str,
         colour, marker = _COLOURS[index % 6], _MARKERS[index % 6]
         lines = [(before, "-", name)]
         if after is not None and np.max(np.array(statistics["removed"], dtype=float)) > 1e-3:
-            lines.append((after, "--", f"{name}, after"))  # without XSA it would be the same line again
+            lines.append((after, "--", f"{name}, after"))  # without XSA both lines would coincide
         for statistic, style, label in lines:
             values_LH = np.array(statistics[statistic], dtype=float)
             layer = np.arange(len(values_LH))
@@ -120,8 +139,8 @@ def _panel(axes, runs: Mapping[str, Mapping[str, Any]], title: str, before: str,
     axes.set_title(title)
 
 
-def _losses(of_positions: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    return np.array([bucket["loss"] for bucket in of_positions], dtype=float)  # null, where no token counted, becomes nan
+def _losses(loss_buckets: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    return np.array([bucket["loss"] for bucket in loss_buckets], dtype=float)  # null (no counted token) becomes nan
 
 
 def _curve(records: Records, split: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What train.py and eval.py left in a run's folder, checked as far as a comparison reads it."""
+"""Reading of the files that train.py and eval.py wrote for a run, with checks of all that a comparison needs."""
 
 import dataclasses
 import json
@@ -11,9 +11,9 @@ from xsa_jax.config.stored import from_stored
 from xsa_jax.errors import UserError
 from xsa_jax.labels import STATISTICS
 
-# What each file must hold; it may hold more. A dict stands for an object with these keys, a list of one for a list of one or
-# more of its kind, types for a value of one of them.
-_NUMBER = (int, float, type(None))  # null, where nothing was there to measure
+# The form of each file, which may hold more. A dict means an object with these keys. A list of one form means a non-empty list of
+# that form. A type, or a tuple of types, means a value of such a type.
+_NUMBER = (int, float, type(None))  # null stands for a number that does not exist
 _BUCKET = {"start": int, "stop": int, "loss": _NUMBER, "tokens": int}
 _LOSS = {
     "context": int, "loss": _NUMBER, "bits_per_byte": _NUMBER, "perplexity": _NUMBER, "tokens": int, "buckets": [_BUCKET],
@@ -27,59 +27,66 @@ _STEP_TIMES = {"pairs": int, "ratios": dict}
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    name: str
+    """The files of a run that a comparison needs."""
+
+    name: str  # path of the run's folder
     config: Config
     records: list[Mapping[str, Any]]  # lines of metrics.jsonl
     evaluations: Mapping[int, Mapping[str, Any]]  # by step
-    devices: str
+    devices: str  # number and kind of the devices, at the last start
 
 
 def read(path: pathlib.Path) -> Run:
-    """Everything of a run that a comparison needs.
+    """Reads the files of a run.
+
+    Args:
+      path: folder of the run.
 
     Raises:
-      UserError: a file is missing, damaged or incomplete, with what makes it.
+      UserError: a file is missing, damaged or incomplete. The message names the command that writes it.
     """
-    config = from_stored(_json(path / "config.json", _CONFIG, "train.py writes it"), str(path / "config.json"))
-    records = _lines(path / "metrics.jsonl", _RECORD)
-    starts = _lines(path / "starts.jsonl", _START)
+    config = from_stored(_read_json(path / "config.json", _CONFIG, "train.py writes it"), str(path / "config.json"))
+    records = _read_lines(path / "metrics.jsonl", _RECORD)
+    starts = _read_lines(path / "starts.jsonl", _START)
     if not starts:
         raise UserError(f"{path / 'starts.jsonl'}: expected a line for each start of the run, found none; train.py writes them")
     steps = sorted(int(file.stem) for file in (path / "eval").glob("*.json") if file.stem.isdecimal())
     if not steps:
         raise UserError(f"{path}: not evaluated; run python eval.py --run {path} first")
     evaluations = {
-        step: _json(path / "eval" / f"{step}.json", _EVALUATION, f"remove it, or run python eval.py --run {path} --step {step}")
+        step: _read_json(
+            path / "eval" / f"{step}.json", _EVALUATION, f"remove it, or run python eval.py --run {path} --step {step}"
+        )
         for step in steps
     }
     return Run(str(path), config, records, evaluations, starts[-1]["devices"])
 
 
 def read_step_times(path: pathlib.Path) -> Mapping[str, Any]:
-    """What `xsa_jax.train.step_time` wrote: "pairs" and, by run, "ratios".
+    """Reads the output file of `xsa_jax.train.step_time`: "pairs", and "ratios" by run.
 
     Raises:
       UserError: the file is missing or damaged.
     """
     advice = "python -m xsa_jax.train.step_time writes it"
-    measured = _json(path, _STEP_TIMES, advice)
+    measured = _read_json(path, _STEP_TIMES, advice)
     for run, ratio in measured["ratios"].items():
         _check(ratio, (int, float), f"{path}: ratios {run}", advice)
     return measured
 
 
-def _json(path: pathlib.Path, form: Any, advice: str) -> Any:
+def _read_json(path: pathlib.Path, form: Any, advice: str) -> Any:
     try:
-        value = json.loads(_text(path, advice))
+        value = json.loads(_read_text(path, advice))
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); {advice}") from None
     _check(value, form, f"{path}:", advice)
     return value
 
 
-def _lines(path: pathlib.Path, form: Any) -> list[Any]:
-    """The objects of a JSONL file, without a last line that a kill cut short: the trainer drops it too when it continues."""
-    lines = _text(path, "train.py writes it").splitlines()
+def _read_lines(path: pathlib.Path, form: Any) -> list[Any]:
+    """The objects of a JSONL file, without a last line that a kill cut short. A continued run drops this line, too."""
+    lines = _read_text(path, "train.py writes it").splitlines()
     values, advice = [], "restore the file, or remove the line"
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}:"
@@ -94,7 +101,7 @@ def _lines(path: pathlib.Path, form: Any) -> list[Any]:
     return values
 
 
-def _text(path: pathlib.Path, advice: str) -> str:
+def _read_text(path: pathlib.Path, advice: str) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -102,7 +109,11 @@ def _text(path: pathlib.Path, advice: str) -> str:
 
 
 def _check(value: Any, form: Any, where: str, advice: str) -> None:
-    """Raises: UserError naming the first place where `value` lacks what `form` asks for."""
+    """Checks that a value has a form.
+
+    Raises:
+      UserError: it does not. The message names the first place that differs.
+    """
     if isinstance(form, dict):
         if not isinstance(value, dict):
             raise UserError(f"{where} expected an object, found {value!r:.60}; {advice}")

@@ -1,4 +1,4 @@
-"""The table of a comparison: its rows, as markdown and as JSON."""
+"""The table of a comparison, as markdown and as JSON."""
 
 import dataclasses
 import math
@@ -15,10 +15,10 @@ class Row:
     """One line of the table.
 
     Attributes:
-      label: what was measured.
-      values: one number per run; nan where there is none.
-      digits: digits behind the point.
-      compared: whether the table shows the first run's number minus that of each other.
+      label: name of the measurement.
+      values: one number per run; nan for a number that does not exist.
+      digits: number of digits after the decimal point.
+      compared: whether the table shows the number of the first run minus that of each other run.
     """
 
     label: str
@@ -27,44 +27,46 @@ class Row:
     compared: bool = False
 
     def changes(self) -> list[float | None]:
-        """The first run's number minus that of each other; None where the row is not compared."""
+        """The number of the first run minus that of each other run; None if the row is not compared."""
         first, *others = self.values
         return [first - other if self.compared else None for other in others]
 
 
 def rows(evaluations: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The rows of losses and similarity, from one evaluation per run."""
+    """The rows of losses and similarity statistics, from one evaluation per run."""
     losses = [evaluation["losses"][0] for evaluation in evaluations]
-    made = [
+    table_rows = [
         Row("validation loss, nats per token", _numbers(losses, "loss"), 4, compared=True),
         Row("bits per byte", _numbers(losses, "bits_per_byte"), 4, compared=True),
         Row("perplexity", _numbers(losses, "perplexity"), 3),
     ]
-    for same in zip(*(loss["buckets"] for loss in losses), strict=True):
-        made.append(Row(f"loss at position {labels.positions(same[0])}", _numbers(same, "loss"), 4, compared=True))
+    for same_bucket in zip(*(loss["buckets"] for loss in losses), strict=True):
+        table_rows.append(
+            Row(f"loss at position {labels.positions(same_bucket[0])}", _numbers(same_bucket, "loss"), 4, compared=True)
+        )
     others = [{loss["context"]: loss for loss in evaluation["losses"][1:]} for evaluation in evaluations]
     for context in sorted(set(others[0]).intersection(*others)):
         values = _numbers([losses[context] for losses in others], "loss")
-        made.append(Row(f"loss at context {context}", values, 4, compared=True))
+        table_rows.append(Row(f"loss at context {context}", values, 4, compared=True))
     for statistic, label in labels.STATISTICS.items():
         values = [float(np.mean(np.array(evaluation["similarity"][statistic], dtype=float))) for evaluation in evaluations]
-        made.append(Row(label, values, 3))
-    return made
+        table_rows.append(Row(label, values, 3))
+    return table_rows
 
 
 def to_json(row: Row, names: Sequence[str]) -> dict[str, Any]:
-    """A row as plain values by the runs' names, with null for a number that does not exist."""
+    """A row as plain values by names of runs, with null for a number that does not exist."""
     values = {name: None if math.isnan(value) else value for name, value in zip(names, row.values, strict=True)}
     changes = dict(zip(names[1:], row.changes(), strict=True)) if row.compared else {}
     changes = {name: None if change is None or math.isnan(change) else change for name, change in changes.items()}
     return {"label": row.label, "values": values, "compared": row.compared, "changes": changes}
 
 
-def markdown(names: Sequence[str], made: Sequence[Row]) -> str:
-    """The rows as a markdown table, in columns of even width."""
+def markdown(names: Sequence[str], table_rows: Sequence[Row]) -> str:
+    """The rows as a markdown table with aligned columns."""
     first, *others = names
     lines = [["", *names, *(f"{first} - {other}" for other in others)]]
-    for row in made:
+    for row in table_rows:
         changes = [_change(row, change) for change in row.changes()]
         lines.append([row.label, *("-" if math.isnan(value) else f"{value:.{row.digits}f}" for value in row.values), *changes])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
