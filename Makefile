@@ -1,22 +1,22 @@
-# Everything a person runs. PYTHON is only used to make the virtual environment; 3.11 or newer.
+# The commands of this repository. PYTHON, 3.11 or newer, is only used to make the virtual environment.
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/installed
 
-# The compilers of other chips have an environment of their own: where they are installed, jax tries those chips at every start.
+# The compilers of other chips have a separate environment, because jax tries these chips at every start where they are installed.
 GATES_VENV ?= .venv-gates
 GATES_RUN := $(GATES_VENV)/bin/python
 GATES_READY := $(GATES_VENV)/installed
 GATES_TESTS := tests/kernels/test_gpu_compile.py tests/kernels/test_tpu_compile.py tests/train/test_topology.py
 
 DEMO := runs/demo
-# Extra flags of both demo trainings; a quick look: --config.train.num_steps=20 --config.optim.warmup_steps=5
+# Extra flags for both demo trainings. For a short demo: --config.train.num_steps=20 --config.optim.warmup_steps=5
 DEMO_FLAGS ?=
 
 .PHONY: demo test test-fast gates lint format lock docs clean-demo check-python
 
-## Train SA and XSA on text that ships with Python, evaluate both, print and draw the comparison.
+## Train SA and XSA on text that ships with Python, evaluate both, and print and plot the comparison.
 demo: $(READY)
 	$(RUN) -m xsa_jax.data.python_text --output $(DEMO)/text
 	$(RUN) -m xsa_jax.data.prepare --input '$(DEMO)/text/*.parquet' --tokenizer bytes --output $(DEMO)/tokens --validation-fraction 0.05
@@ -27,7 +27,7 @@ demo: $(READY)
 	$(RUN) -m xsa_jax.train.step_time $(DEMO)/sa $(DEMO)/xsa --output $(DEMO)/step_time.json
 	$(RUN) -m xsa_jax.compare $(DEMO)/sa $(DEMO)/xsa --step_times $(DEMO)/step_time.json --output $(DEMO)/report
 
-## Forget the demo's runs, so that the next one starts anew.
+## Delete the runs of the demo, so that the next demo starts anew.
 clean-demo:
 	rm -rf $(DEMO)
 
@@ -37,7 +37,7 @@ test: $(READY)
 test-fast: $(READY)
 	$(RUN) -m pytest -n auto --dist loadfile -m fast
 
-## Compile kernels and a train step for TPUs and GPUs that need not be here, and compare the kernels' cost with the stored one.
+## Compile kernels and a train step for TPUs and GPUs, without the hardware, and compare the kernels' cost with the stored one.
 gates: $(GATES_READY)
 	GATES=required $(GATES_RUN) -m pytest -n auto --dist worksteal $(GATES_TESTS)
 	PYTHONPATH=kernels $(GATES_RUN) benchmarks/tpu_bundles.py --check benchmarks/results/tpu_bundles.json
@@ -51,7 +51,7 @@ format: $(READY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-## Write the pages of docs/ that are derived from the code.
+## Write the pages of docs/ that are generated from the code.
 docs: $(READY)
 	$(RUN) -m xsa_jax.config.table > docs/config.md
 

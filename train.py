@@ -12,13 +12,14 @@ from ml_collections import config_flags
 from xsa_jax.config import from_config_dict, table
 from xsa_jax.errors import UserError
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/; --config.a.b=c sets a field of it.")
+CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, such as configs/demo.py; --config.a.b=c sets a field.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: config, metrics, checkpoints.")
-PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print every field of the config, and train nothing.")
+PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print every field of the config, and exit without training.")
 flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> None:
+    """Trains the run that the flags describe, or prints its config."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; fields are set as --config.a.b=c")
     try:
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> None:
             return
         if WORKDIR.value is None:
             raise UserError("--workdir: not given; name the folder of the run")
-        from xsa_jax.train.actions import log, save, validate  # after the config is known to be good: this brings up jax
+        from xsa_jax.train.actions import log, save, validate  # imported once the config is valid: this starts jax
         from xsa_jax.train.loop import train
 
         train(config, pathlib.Path(WORKDIR.value), (log, validate, save))
@@ -37,25 +38,25 @@ def main(argv: list[str]) -> None:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """Absl's parser, with one line in place of a traceback for a config file or field that does not exist."""
+    """Parses the flags by absl. An unusable config file or field ends the program with one line, not with a traceback."""
     try:
-        rest = flags.FLAGS([argv[0], "--verbosity=-1", *argv[1:]])  # the libraries log every file they touch
-        CONFIG.value.keys()  # a config file that cannot be read says so only when it is used
+        rest = flags.FLAGS([argv[0], "--verbosity=-1", *argv[1:]])  # no info lines: libraries log every file that they use
+        CONFIG.value.keys()  # ml_collections raises at the first use of a config file that it cannot read
         return rest
     except (AttributeError, KeyError) as error:  # ml_collections names only the unknown part of --config.a.b
         cause = error.args[0]
         reason = " ".join(str(cause.args[0] if isinstance(cause, KeyError) else cause).split())
-        given = [arg for arg in argv if arg.startswith("--config.") and any(f"'{part}'" in reason for part in _parts(arg))]
+        given = [arg for arg in argv if arg.startswith("--config.") and any(f"'{part}'" in reason for part in _field_parts(arg))]
         sys.exit(f"error: {given[0] if given else '--config'}: unknown field: {reason}")
-    except flags.Error as error:  # a config file that fails is quoted with its traceback, whose last line says why
+    except flags.Error as error:  # the error of a failing config file holds its traceback, whose last line gives the reason
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        traced = any(line.startswith("Traceback") for line in lines)
-        sys.exit(f"error: {lines[0]} {lines[-1]}" if traced else f"error: {' '.join(lines)}")
+        has_traceback = any(line.startswith("Traceback") for line in lines)
+        sys.exit(f"error: {lines[0]} {lines[-1]}" if has_traceback else f"error: {' '.join(lines)}")
     except (OSError, UserError) as error:
         sys.exit(f"error: --config: {' '.join(str(error).split())}")
 
 
-def _parts(override: str) -> list[str]:
+def _field_parts(override: str) -> list[str]:
     return override.split("=")[0].split(".")[1:]
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark stores beside its numbers, and how."""
+"""The record of a benchmark: its rows, and the machine, versions, command and date that produced them."""
 
 import datetime
 import importlib.metadata
@@ -14,7 +14,7 @@ REPO = pathlib.Path(__file__).resolve().parents[1]
 
 
 def write(path: str | None, benchmark: str, rows: list[dict[str, Any]]) -> None:
-    """Writes the rows as JSON with the machine, the versions, the command and the date. Without a path it does nothing."""
+    """Writes the rows as JSON with the machine, versions, command and date. Without a path it does nothing."""
     if path is None:
         return
     versions = {}
@@ -38,7 +38,7 @@ def write(path: str | None, benchmark: str, rows: list[dict[str, Any]]) -> None:
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
-    """The rows as a markdown table; numbers to four significant digits."""
+    """The rows as a markdown table. Numbers have four significant digits."""
     cells = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in columns)] for row in rows]
     lines = ["| " + " | ".join(line) + " |" for line in [columns, *cells]]
     return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])

@@ -1,9 +1,10 @@
-"""How long a training step of the 0.7B model takes with XSA and without, on one device.
+"""Step time of the 0.7B model with and without XSA, on one device.
 
     python benchmarks/train_step.py --out benchmarks/results/gpu_train_step.json
 
-The whole step: loss, gradients, clip, AdamW. Random tokens; SA and XSA take turns in one process; medians. It needs jax, flax and
-optax: the machines it is meant for have neither ml_collections nor grain nor orbax. On a CPU the model is tiny.
+A step computes the loss, the gradients, the clipping and AdamW's update, on random tokens. SA and XSA take turns in one process,
+and medians are reported. The script needs only jax, flax and optax, because the machines it is meant for have neither
+ml_collections nor grain nor orbax. On a CPU the model is tiny.
 """
 
 import argparse
@@ -32,7 +33,7 @@ TINY = {
 
 
 def config_of(kind: str, impl: str, batch_size: int, tiny: bool) -> Config:
-    """The paper's 0.7B config on one device, or a tiny one of its form."""
+    """The paper's 0.7B config on one device, or a tiny config of the same structure."""
     tree = to_dict(Config())
     changes: dict[str, Any] = paper.overrides("0p7b") | {"data.batch_size": batch_size} | (TINY if tiny else {})
     for name, value in (changes | {"attention.kind": kind, "attention.impl": impl}).items():
@@ -42,15 +43,16 @@ def config_of(kind: str, impl: str, batch_size: int, tiny: bool) -> Config:
 
 
 def tflop(stepper: Stepper) -> float:
-    """Matrix products of one step in TFLOP: 6 per parameter and token, and causal attention."""
+    """TFLOP of the matrix products in one step: 6 FLOP per parameter and token, and those of causal attention."""
     model, attention, data = stepper.setup.config.model, stepper.setup.config.attention, stepper.setup.config.data
     tokens = data.batch_size * data.seq_len
-    pairs = 3.5 * 4 * model.num_layers * attention.num_heads * attention.head_dim * data.seq_len / 2
-    return (6 * stepper.setup.num_parameters + pairs) * tokens / 1e12
+    # Attention has two matrix products in the forward pass and five in the backward pass, thus 3.5 times those of the forward pass.
+    attention_flop = 3.5 * 4 * model.num_layers * attention.num_heads * attention.head_dim * data.seq_len / 2
+    return (6 * stepper.setup.num_parameters + attention_flop) * tokens / 1e12
 
 
 def measure(impl: str, batch_size: int, steps: int, tiny: bool) -> list[dict[str, Any]]:
-    """One row for SA and one for XSA."""
+    """Measures SA and XSA in turn, and returns one row for each."""
     devices = jax.devices()[:1]
     steppers = {kind: Stepper(assemble(config_of(kind, impl, batch_size, tiny), devices)) for kind in ("sa", "xsa")}
     times = alternate(steppers, steps)
@@ -73,7 +75,7 @@ def main() -> None:
     parser.add_argument("--implementations", type=lambda text: text.split(","), default=["cudnn", "triton"])
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no further implementation after so long")
+    parser.add_argument("--seconds", type=float, default=1e9, help="time after which no further implementation is started")
     parser.add_argument("--out")
     args = parser.parse_args()
     start, tiny = time.monotonic(), jax.default_backend() == "cpu"

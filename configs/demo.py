@@ -1,8 +1,8 @@
-"""What does XSA change? A pair small enough for two CPU cores and a few minutes; `make demo` trains and compares it.
+"""What does XSA change? An SA and an XSA run, small enough to train on two CPU cores in a few minutes.
 
-Command: make demo, which runs train.py with this file twice, with --config.attention.kind=sa and xsa
-Result: validation loss SA 1.8240, XSA 1.7996 nats per token, which is a byte here (2 cores of an AMD EPYC, jax 0.10.2; one pair,
-which proves nothing).
+Command: make demo, which trains this config twice, with --config.attention.kind=sa and xsa, and compares the runs
+Result: validation loss SA 1.8240, XSA 1.7996 nats per token. A token is a byte here. Measured on 2 cores of an AMD EPYC with jax
+0.10.2. One pair of runs proves nothing.
 """
 
 from ml_collections import ConfigDict
@@ -11,6 +11,7 @@ from xsa_jax.config import config_dict
 
 
 def get_config() -> ConfigDict:
+    """The config of the demo."""
     config = config_dict()
     config.model.update(vocab_size=260, num_layers=4, d_model=128, d_ff=512, dtype="float32")
     config.attention.update(num_heads=4, num_kv_heads=4, head_dim=32)

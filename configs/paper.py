@@ -1,13 +1,13 @@
-"""How much lower is the loss with XSA at the paper's sizes? One recipe; the file's argument is the size: 0p7b, 1p3b or 2p7b.
+"""How much lower is the loss with XSA at the paper's sizes? The argument of this file is the size: 0p7b, 1p3b or 2p7b.
 
 Command: python train.py --config configs/paper.py:0p7b --workdir runs/xsa_0p7b --config.attention.kind=xsa
          and the same with --workdir runs/sa_0p7b --config.attention.kind=sa
 Result: not yet measured.
 
-Known from the paper (arXiv 2603.09078): 24, 24 and 32 layers, context 2048, about 0.5M tokens a step, 200K steps, AdamW with cosine
-decay, a norm after the embedding. Not known, and so our stand-in: width, heads and feed-forward, the learning rates (shapes and
-rates of GPT-3's neighbours, arXiv 2005.14165, table 2.1), the GPT-2 vocabulary padded to 50304, warm-up, betas, weight decay,
-clipping, tied embeddings.
+The paper (arXiv 2603.09078) states: 24, 24 and 32 layers, context 2048, about 0.5M tokens per step, 200K steps, AdamW with cosine
+decay, and a norm after the embedding. It does not state the rest. Here, width, heads, feed-forward and learning rates follow the
+GPT-3 models of similar size (arXiv 2005.14165, table 2.1), and the vocabulary is GPT-2's, padded to 50304. Warm-up, betas, weight
+decay, clipping and tied embeddings are our choice.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from xsa_jax.errors import ConfigError
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
-# layers, width, heads, head width, peak learning rate
+# size: (layers, width, heads, head width, peak learning rate)
 SIZES = {
     "0p7b": (24, 1536, 16, 96, 2.5e-4),
     "1p3b": (24, 2048, 16, 128, 2.0e-4),
@@ -27,20 +27,25 @@ SIZES = {
 
 
 def overrides(size: str) -> dict[str, Any]:
-    """What differs from the defaults, by dotted field name."""
+    """The values that differ from the defaults, by dotted field name.
+
+    Raises:
+      ConfigError: the size is unknown.
+    """
     if size not in SIZES:
         raise ConfigError(f"configs/paper.py: found size {size!r}, expected configs/paper.py:SIZE with one of {', '.join(SIZES)}")
     num_layers, d_model, num_heads, head_dim, peak_lr = SIZES[size]
     return {
         "model.num_layers": num_layers, "model.d_model": d_model, "model.d_ff": 4 * d_model, "model.remat": "attention",
         "attention.num_heads": num_heads, "attention.num_kv_heads": num_heads, "attention.head_dim": head_dim,
-        "data.seq_len": 2048, "data.batch_size": 256,  # 524,288 tokens a step
+        "data.seq_len": 2048, "data.batch_size": 256,  # 524,288 tokens per step
         "optim.peak_lr": peak_lr, "optim.warmup_steps": 2000,
         "train.num_steps": 200_000,
     }  # fmt: skip
 
 
 def get_config(size: str = "") -> "ConfigDict":
+    """The config of one size, "0p7b", "1p3b" or "2p7b"."""
     config = config_dict()
     config.update_from_flattened_dict(overrides(size))
     return config

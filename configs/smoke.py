@@ -1,7 +1,7 @@
-"""The smallest run of everything: does the whole path work here? Used by the tests.
+"""Does the whole path from config to checkpoint work here? This is the smallest run of it, which the tests use.
 
 Command: python train.py --config configs/smoke.py --workdir runs/smoke --config.data.path=<a store of the byte tokenizer>
-Result: not a measurement; it ends in seconds.
+Result: none is measured; the run ends in seconds.
 """
 
 from ml_collections import ConfigDict
@@ -10,6 +10,7 @@ from xsa_jax.config import config_dict
 
 
 def get_config() -> ConfigDict:
+    """The config of the smoke test."""
     config = config_dict()
     config.model.update(vocab_size=260, num_layers=2, d_model=32, d_ff=64, dtype="float32")
     config.attention.update(num_heads=4, num_kv_heads=2, head_dim=8)
