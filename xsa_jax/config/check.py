@@ -27,13 +27,16 @@ def _require(condition: bool, message: str) -> None:
 
 def _check_bounds(config: Config) -> None:
     for name, field in fields(type(config)).items():
-        if field.about.least is None:
+        if field.type not in (int, float):
             continue
         value: Any = config
         for part in name.split("."):
             value = getattr(value, part)
-        most = 2**31 if field.type is int else math.inf  # jax counts in int32
         least = field.about.least
+        if least is None:
+            _require(math.isfinite(value), f"{name}={value!r}: expected a finite number")
+            continue
+        most = 2**31 if field.type is int else math.inf  # jax counts in int32
         _require(least <= value < most, f"{name}={value!r}: expected a finite number of at least {least}, and below {most}")
 
 
@@ -48,7 +51,6 @@ def _check_attention(config: Config) -> None:
 
 
 def _check_xsa(xsa: XSAConfig) -> None:
-    _require(math.isfinite(xsa.alpha), f"attention.xsa.alpha={xsa.alpha}: expected a finite number")
     _require(
         xsa.strength == "fixed" or xsa.alpha == 1.0,
         f"attention.xsa.alpha={xsa.alpha} has no effect with attention.xsa.strength={xsa.strength!r}; set strength to 'fixed'",

@@ -25,6 +25,7 @@ from xsa_jax.data.convert import Job, Settings, file_hash, token_dtype
 from xsa_jax.data.progress import Progress
 from xsa_jax.data.shard import EOTS_PER_DOCUMENT
 from xsa_jax.errors import UserError
+from xsa_jax.files import write_bytes, write_json, write_text
 
 
 def prepare(inputs: Sequence[str], output: str | os.PathLike[str], settings: Settings, workers: int = 1) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def _begin(folder: Path, plan: dict[str, Any], paths: Sequence[Path]) -> Path:
         if other_files:
             raise UserError(f"--output {folder}: not empty (it has {', '.join(other_files[:5])}); expected a new folder")
         work.mkdir(exist_ok=True)
-    store.write_json(file, plan)
+    write_json(file, plan)
     for leftover in folder.rglob("*.tmp"):
         leftover.unlink()
     return work
@@ -171,7 +172,7 @@ def _run(jobs: Sequence[Job], work: Path, workers: int) -> None:
     progress = Progress(total, total - left)
     with contextlib.closing(progress):
         for job, result in pool.run(pending, progress, workers):
-            store.write_json(_record_path(work, job.index), result)
+            write_json(_record_path(work, job.index), result)
 
 
 def _finish(folder: Path, jobs: Sequence[Job], plan: dict[str, Any], encoder: tokenizer.Tokenizer) -> dict[str, Any]:
@@ -189,9 +190,9 @@ def _finish(folder: Path, jobs: Sequence[Job], plan: dict[str, Any], encoder: to
         raise UserError(f"--input: no document in {_listing(plan['inputs'])}; skipped: {dict(skipped) or 'none'}")
     skipped_lines = [line for result in results for line in result["named"]]
     if skipped_lines:
-        (folder / "skipped.txt").write_text("".join(f"{line}\n" for line in skipped_lines), encoding="utf-8")
+        write_text(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped_lines))
     if isinstance(encoder, tokenizer.JsonFile):
-        (folder / "tokenizer.json").write_bytes(encoder.json)
+        write_bytes(folder / "tokenizer.json", encoder.json)
     tokenizer_meta = {key: getattr(encoder, key) for key in ("name", "fingerprint", "vocab_size", "eot_id")}
     made = {
         "validation_fraction": plan["validation_fraction"],

@@ -23,6 +23,8 @@ from pydoc_data.topics import topics
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from xsa_jax.files import write_bytes
+
 FILES = 4
 _LEAST_CHARACTERS = 60  # shorter docstrings are labels, not prose
 _NOT_PROSE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__"}
@@ -58,9 +60,7 @@ def write(output: Path) -> list[Path]:
         buffer = io.BytesIO()
         pq.write_table(pa.Table.from_pylist(rows[index::FILES], _SCHEMA), buffer, compression="zstd", row_group_size=500)
         if not path.exists() or path.read_bytes() != buffer.getvalue():
-            temporary = path.with_name(f"{path.name}.tmp")
-            temporary.write_bytes(buffer.getvalue())
-            temporary.replace(path)
+            write_bytes(path, buffer.getvalue())
         paths.append(path)
     return paths
 

@@ -1,12 +1,16 @@
 """Validation loss of a restored model at any context length, by position in the context."""
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from xsa_jax.data.loader import Loader
 from xsa_jax.evaluate.restore import Restored
+from xsa_jax.progress import Progress
 from xsa_jax.train.validate import PositionSums, make_evaluator, validate
 
 # Batch size: large enough to keep an accelerator busy, and small enough for any accelerator that holds the model.
@@ -44,7 +48,17 @@ def position_sums(restored: Restored, context: int, tokens: int) -> PositionSums
     chunk = max(1, config.train.loss_chunk * context // config.data.seq_len)
     evaluator = make_evaluator(restored.model, chunk)
     with jax.set_mesh(restored.mesh):
-        return validate(evaluator, restored.params, loader.iterate(), rows, restored.mesh)
+        return validate(evaluator, restored.params, _shown(loader, context), rows, restored.mesh)
+
+
+def _shown(loader: Loader, context: int) -> Iterator[Mapping[str, np.ndarray]]:
+    """The loader's batches, with their progress for people who wait."""
+    with contextlib.closing(Progress(loader.num_rows, unit="row")) as progress:
+        done = 0
+        for batch in loader.iterate():
+            yield batch
+            done += len(batch["tokens"])
+            progress.update(done, f"context {context}", f"eval: context {context}, {done:,} of {loader.num_rows:,} rows")
 
 
 def losses(restored: Restored, contexts: Sequence[int], tokens: int) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from xsa_jax.errors import UserError
 from xsa_jax.evaluate.restore import Restored
 from xsa_jax.files import write_json
 from xsa_jax.labels import LEGEND, STATISTICS, positions
+from xsa_jax.parallel.mesh import describe
 
 
 def contexts(given: Sequence[str]) -> list[int]:
@@ -35,7 +36,7 @@ def header(run: str, restored: Restored) -> dict[str, Any]:
         "step": restored.step,
         "config": to_stored(restored.config),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(restored.params)),
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "devices": describe(list(restored.mesh.devices.flat)),
         "store": {
             "path": str(store.path),
             "hash": store.hash,

@@ -72,15 +72,14 @@ def restore(run: pathlib.Path, step: int | None = None, store: str | None = None
       UserError: the run, step or store does not exist, the checkpoint is damaged, or the store has another tokenizer.
     """
     with Checkpoints(run) as checkpoints:
+        step = checkpoints.existing_step(step)
         config, loader_state = checkpoints.config(step), checkpoints.loader_state(step)
-        found = checkpoints.latest if step is None else step
-        assert found is not None  # `config` has refused a run without checkpoints
         tokens = _open_store(store, config.data.path, run)
         _check_tokenizer(tokens, loader_state, run)
         mesh = _mesh(config.model.d_model, jax.devices())
         model = build(config.model, dataclasses.replace(config.attention, impl="auto"))
-        params = checkpoints.restore_params(config, abstract_params(model, mesh), found)
-        return Restored(found, config, model, params, mesh, tokens)
+        params = checkpoints.restore_params(config, abstract_params(model, mesh), step)
+        return Restored(step, config, model, params, mesh, tokens)
 
 
 def _open_store(given: str | None, trained_on: str, run: pathlib.Path) -> TokenStore:

@@ -59,6 +59,11 @@ def platform(mesh: Mesh) -> str:
     return "gpu" if found in ("cuda", "rocm") else found
 
 
+def describe(devices: Sequence[jax.Device]) -> str:
+    """Devices in words, such as "8 x TPU v5 lite"."""
+    return f"{len(devices)} x {devices[0].device_kind}"
+
+
 def attention_sharding(*, whole_batch: bool = False) -> Sharding:
     """The mesh axes that split batch and heads, for the attention kernels.
 

@@ -67,6 +67,20 @@ class Checkpoints:
         """Step of the latest committed checkpoint; None if there is none."""
         return self.steps[-1] if self.steps else None
 
+    def existing_step(self, step: int | None) -> int:
+        """The step itself, or the latest one for None.
+
+        Raises:
+          UserError: there is no finished checkpoint of that step, or none at all.
+        """
+        if not self.steps:
+            raise UserError(f"{self.directory}: no finished checkpoint; train until the first save (checkpoint.every) first")
+        if step is None:
+            return self.steps[-1]
+        if step not in self.steps:
+            raise UserError(f"{self.directory}: no finished checkpoint of step {step}; there are {', '.join(map(str, self.steps))}")
+        return step
+
     def save(self, step: int, state: TrainState, config: Config, loader_state: dict[str, Any]) -> None:
         """Starts to save a checkpoint, and returns once its values are copied off the device.
 
@@ -96,7 +110,7 @@ class Checkpoints:
         Raises:
           UserError: the checkpoint does not exist, is damaged, or holds a field that this version does not know.
         """
-        step = self._existing_step(step)
+        step = self.existing_step(step)
         return from_stored(self._meta(step, "config"), str(self.directory / str(step)))
 
     def loader_state(self, step: int | None = None) -> dict[str, Any]:
@@ -108,7 +122,7 @@ class Checkpoints:
         Raises:
           UserError: the checkpoint does not exist or is damaged.
         """
-        return self._meta(self._existing_step(step), "loader")
+        return self._meta(self.existing_step(step), "loader")
 
     def _meta(self, step: int, name: str) -> dict[str, Any]:
         with self._readable(step):
@@ -127,7 +141,7 @@ class Checkpoints:
             message names the path of the leaf.
           ConfigError: the run was started with another config. The message names the fields that differ.
         """
-        step = self._existing_step(step)
+        step = self.existing_step(step)
         loader_state = self.loader_state(step)
         check_continues(self.config(step), config, str(self.directory.parent))
         opt_state = {"step": abstract.step, "rng": abstract.rng, "optimizer": abstract.opt_state}
@@ -147,18 +161,9 @@ class Checkpoints:
           UserError: as `restore`.
           ConfigError: the checkpoint holds another model than that of `config`. The message names the fields that differ.
         """
-        step = self._existing_step(step)
+        step = self.existing_step(step)
         check_same_weights(self.config(step), config, str(self.directory.parent))
         return self._load(step, {"params": abstract_params})["params"]
-
-    def _existing_step(self, step: int | None) -> int:
-        if not self.steps:
-            raise UserError(f"{self.directory}: no finished checkpoint; train until the first save (checkpoint.every) first")
-        if step is None:
-            return self.steps[-1]
-        if step not in self.steps:
-            raise UserError(f"{self.directory}: no finished checkpoint of step {step}; there are {', '.join(map(str, self.steps))}")
-        return step
 
     def _load(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         with self._readable(step):

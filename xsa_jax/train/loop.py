@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from xsa_jax.config import Config
-from xsa_jax.parallel.mesh import put_batch
+from xsa_jax.parallel.mesh import describe, put_batch
 from xsa_jax.train import workdir as folder
 from xsa_jax.train.actions import Action, ActionMaker, Moment, Run, Stopping
 from xsa_jax.train.checkpoint import Checkpoints
@@ -102,7 +102,7 @@ def _metrics(setup: Setup, workdir: pathlib.Path, start: int) -> Metrics:
 def _summary(setup: Setup) -> str:
     attention, data = setup.config.attention, setup.config.data
     kind = attention.kind if attention.kind == "sa" else f"xsa ({attention.xsa.strength}, layers {attention.xsa.layers})"
-    devices = f"{setup.mesh.size} x {setup.mesh.devices.flat[0].device_kind}"
+    devices = describe(list(setup.mesh.devices.flat))
     tokens = data.batch_size * data.seq_len
     return f"attention {kind}, {setup.num_parameters:,} parameters, {tokens:,} tokens a step, {devices}"
 

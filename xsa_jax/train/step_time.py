@@ -22,7 +22,7 @@ import numpy as np
 from xsa_jax.config.stored import from_stored
 from xsa_jax.errors import UserError
 from xsa_jax.files import write_json
-from xsa_jax.parallel.mesh import put_batch
+from xsa_jax.parallel.mesh import describe, put_batch
 from xsa_jax.train.setup import Setup, assemble
 from xsa_jax.train.state import TrainState
 
@@ -96,7 +96,7 @@ def measure(runs: Sequence[pathlib.Path], pairs: int) -> dict[str, Any]:
     return {
         "method": "compiled train steps taking turns in one process; median over pairs of the time over the first run's",
         "pairs": pairs,
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "devices": describe(jax.devices()),
         "jax": jax.__version__,
         "ratios": ratios(times),
     }

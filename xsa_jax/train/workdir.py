@@ -17,6 +17,7 @@ from xsa_jax.config import Config
 from xsa_jax.config.stored import to_stored
 from xsa_jax.errors import UserError
 from xsa_jax.files import write_json
+from xsa_jax.parallel.mesh import describe
 from xsa_jax.train.metrics import last_step
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -81,7 +82,7 @@ def record_start(workdir: pathlib.Path, config: Config, step: int) -> None:
         "git": git_state(),
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in _PACKAGES},
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "devices": describe(jax.devices()),
         "processes": jax.process_count(),
     }
     with (workdir / "starts.jsonl").open("a") as file:
