@@ -13,7 +13,8 @@ def platform(*arrays: Any) -> str:
     A program may be traced for a chip that this machine lacks, by a mesh of that chip's devices. `arrays` may be trees of arrays.
     """
     devices = (candidate.abstract_device for candidate in mesh.candidates(*arrays))
-    return next((device.platform for device in devices if device is not None), jax.default_backend())
+    found = next((device for device in devices if device is not None), None)
+    return jax.default_backend() if found is None else found.platform
 
 
 def kernel_platform(platform: str) -> str:

@@ -89,10 +89,23 @@ def test_only_attention_may_differ(pair, tmp_path):
     with pytest.raises(UserError, match=r"attention: seed \(0 and 7\)\."):
         comparison.compare([pair[0], other], output, ["optim"])
     with pytest.raises(UserError, match="seed"):
-        comparison.compare([pair[0], other], output, ["optim.peak_lr", "see"])
+        comparison.compare([pair[0], other], output, ["optim.peak_lr", "data.workers"])
     assert not output.exists()
     comparison.compare([pair[0], other], output, ["optim.peak_lr", "seed"])
     assert output.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("see", "did you mean seed"), ("optim.peek_lr", "did you mean optim.peak_lr"), ("", "such as")]
+)
+def test_a_field_that_does_not_exist_cannot_be_allowed(pair, tmp_path, name, hint):
+    with pytest.raises(UserError, match=rf"^{name}: expected a config field or a group of fields.*{hint}"):
+        comparison.compare(pair, tmp_path / "report", ["optim", name])
+
+
+def test_the_same_run_twice_is_refused(pair, tmp_path):
+    with pytest.raises(UserError, match=r"a/\.\./a: the same run is given twice"):
+        comparison.compare([pair[0], pair[1], pair[0] / ".." / "a"], tmp_path / "report")
 
 
 def test_several_runs_go_by_folder_and_latest_common_step(tmp_path):

@@ -112,4 +112,8 @@ def test_step_times_of_stored_runs(tmp_path):
     assert f"{pair[0]}: 1.000 of the first run's step time, median of 3 alternating steps" in done.stdout
     assert output.exists()
     with pytest.raises(UserError, match=r"nowhere/config.json: cannot be read .*; train.py writes it"):
-        step_time.measure([tmp_path / "nowhere"], 1)
+        step_time.measure([tmp_path / "nowhere", tmp_path], 1)
+    with pytest.raises(UserError, match="found 1 run; expected two or more"):
+        step_time.measure([tmp_path], 1)
+    with pytest.raises(SystemExit):
+        step_time.main([*pair, "--pairs=0", f"--output={output}"])

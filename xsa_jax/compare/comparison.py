@@ -9,7 +9,7 @@ from xsa_jax.compare import plots, table
 from xsa_jax.compare.runs import Run, read, read_step_times
 from xsa_jax.compare.table import Row
 from xsa_jax.config import to_dict
-from xsa_jax.config.rules import differences, fixed_in_comparisons
+from xsa_jax.config.rules import check_fields, differences, fixed_in_comparisons
 from xsa_jax.errors import UserError
 from xsa_jax.files import write_json, write_text
 
@@ -41,6 +41,8 @@ def compare(
     """
     if len(paths) < 2:
         raise UserError(f"found {len(paths)} run; expected two or more to compare")
+    _check_distinct(paths)
+    check_fields(allow)
     runs = [read(path) for path in paths]
     for run in runs[1:]:
         _check_comparable(runs[0], run, allow)
@@ -68,6 +70,13 @@ def compare(
     plots.buckets({name: e["losses"][0]["buckets"] for name, e in evaluations_by_name.items()}, output / "position.png")
     plots.similarity({name: e["similarity"] for name, e in evaluations_by_name.items()}, output / "similarity.png")
     return markdown
+
+
+def _check_distinct(paths: Sequence[pathlib.Path]) -> None:
+    folders = [path.resolve() for path in paths]
+    for index, folder in enumerate(folders):
+        if folder in folders[:index]:
+            raise UserError(f"{paths[index]}: the same run is given twice; name each run once")
 
 
 def _check_comparable(first: Run, other: Run, allow: Sequence[str]) -> None:
@@ -105,11 +114,11 @@ def _check_same_text(runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any
 def _step_time_row(runs: Sequence[Run], path: pathlib.Path) -> Row:
     """The step times relative to the first run: median ratios of steps that ran in turn."""
     measured = read_step_times(path)
-    names = [run.name for run in runs]
-    if list(measured["ratios"]) != names:
+    folders = [str(pathlib.Path(run.name).resolve()) for run in runs]
+    if list(measured["ratios"]) != folders:
         raise UserError(
-            f"{path}: step times of {', '.join(measured['ratios'])}; expected those of {', '.join(names)}. Run "
-            f"python -m xsa_jax.train.step_time {' '.join(names)} --output {path}"
+            f"{path}: step times of {', '.join(measured['ratios'])}; expected those of {', '.join(folders)}. Run "
+            f"python -m xsa_jax.train.step_time {' '.join(run.name for run in runs)} --output {path}"
         )
     return Row(f"step time over {_short_names(runs)[0]}'s, {measured['pairs']} pairs", list(measured["ratios"].values()), 3)
 

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from xsa_jax.config.fields import fields
+from xsa_jax.config.layer_selection import projecting_layers
 from xsa_jax.config.schema import Config, XSAConfig
 from xsa_jax.errors import ConfigError
 
@@ -42,6 +43,7 @@ def _check_bounds(config: Config) -> None:
 
 def _check_attention(config: Config) -> None:
     attention = config.attention
+    projecting_layers(attention, config.model.num_layers)
     _require(
         attention.num_heads % attention.num_kv_heads == 0,
         f"attention.num_heads={attention.num_heads}: expected a multiple of attention.num_kv_heads={attention.num_kv_heads}",

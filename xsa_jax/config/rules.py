@@ -1,5 +1,7 @@
 """Rules for two configs: of a run and its continuation, of two runs in a comparison, and of two models that share weights."""
 
+import difflib
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -62,6 +64,20 @@ def fixed_in_comparisons(allowed: Collection[str] = (), schema: type[Config] = C
         for name, field in fields(schema).items()
         if not field.about.may_differ and not any(name == part or name.startswith(part.rstrip(".") + ".") for part in allowed)
     ]
+
+
+def check_fields(names: Collection[str], schema: type[Config] = Config) -> None:
+    """Refuses names that are neither a field nor a group of fields.
+
+    Raises:
+      ConfigError: a name is neither; the message suggests a similar one.
+    """
+    fields_and_groups = {part for name in fields(schema) for part in itertools.accumulate(name.split("."), "{}.{}".format)}
+    for name in names:
+        if name.rstrip(".") not in fields_and_groups:
+            similar = difflib.get_close_matches(name, sorted(fields_and_groups), 1)
+            hint = f"; did you mean {similar[0]}?" if similar else ", such as seed or optim"
+            raise ConfigError(f"{name}: expected a config field or a group of fields{hint}")
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:

@@ -45,11 +45,15 @@ def from_stored(stored: Any, where: str, schema: type[Config] = Config) -> Confi
         raise ConfigError(f"{where}: expected a stored config, found {stored!r:.60}; restore the file")
     known = fields(schema)
     found = dict(flatten({name: value for name, value in stored.items() if name != "version"}))
+    for name in found:
+        if any(other.startswith(f"{name}.") for other in known):
+            raise ConfigError(f"{where}: {name}: expected a group of fields, found {found[name]!r:.60}; restore the file")
     unknown = [name for name in found if name not in known]
     if unknown:
+        wrote = stored.get("version", _BEFORE_VERSIONS)
+        advice = "The file was edited: remove the field" if wrote == version() else "Use that version or a newer one"
         raise ConfigError(
-            f"{where}: unknown field {', '.join(unknown)}: it was written by version {stored.get('version', _BEFORE_VERSIONS)} of "
-            f"xsa_jax, and this is {version()}. Use that version or a newer one"
+            f"{where}: unknown field {', '.join(unknown)}: version {wrote} of xsa_jax wrote it, and this is {version()}. {advice}"
         )
     values = {name: found[name] if name in found else _value_before(field, where) for name, field in known.items()}
     try:

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from xsa_jax.config import Config, MeshConfig
+from xsa_jax.config import Config
 from xsa_jax.data.loader import Loader
 from xsa_jax.data.store import TokenStore
 from xsa_jax.errors import UserError
 from xsa_jax.model.transformer import Model, Params, build
-from xsa_jax.parallel.mesh import make_mesh
+from xsa_jax.parallel.mesh import make_evaluation_mesh
 from xsa_jax.train.checkpoint import Checkpoints
 from xsa_jax.train.state import abstract_params
 
@@ -76,7 +76,7 @@ def restore(run: pathlib.Path, step: int | None = None, store: str | None = None
         config, loader_state = checkpoints.config(step), checkpoints.loader_state(step)
         tokens = _open_store(store, config.data.path, run)
         _check_tokenizer(tokens, loader_state, run)
-        mesh = _mesh(config.model.d_model, jax.devices())
+        mesh = make_evaluation_mesh(config.model.d_model, jax.devices())
         model = build(config.model, dataclasses.replace(config.attention, impl="auto"))
         params = checkpoints.restore_params(config, abstract_params(model, mesh), step)
         return Restored(step, config, model, params, mesh, tokens)
@@ -89,12 +89,6 @@ def _open_store(given: str | None, trained_on: str, run: pathlib.Path) -> TokenS
             f"Start there too, or name the token store with --store"
         )
     return TokenStore.open(given or trained_on)
-
-
-def _mesh(d_model: int, devices: list[jax.Device]) -> Mesh:
-    """The mesh of all devices, with the weights split over them if `d_model` is divisible by their number."""
-    shards = len(devices) if d_model % len(devices) == 0 else 1
-    return make_mesh(MeshConfig(fsdp=shards), len(devices), devices)
 
 
 def _check_tokenizer(store: TokenStore, trained: Mapping[str, Any], run: pathlib.Path) -> None:

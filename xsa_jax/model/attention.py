@@ -9,9 +9,9 @@ from flax import nnx
 
 import xsa_kernels
 from xsa_jax.config import AttentionConfig, ModelConfig
+from xsa_jax.config.layer_selection import projecting_layers
 from xsa_jax.errors import ConfigError
 from xsa_jax.model import layers
-from xsa_jax.model.selection import projecting_layers
 
 Array = jax.Array
 

@@ -97,7 +97,7 @@ class Transformer(nnx.Module):
         phases = layers.rope_phases(position_BT, self.attention.head_dim, self.attention.rope_theta)
         context = Context(phases, segment_ids_BT, dropout_key, probe, attention_sharding(whole_batch=whole_batch))
 
-        # The table is gathered over fsdp before the lookup: rows of a table that is split along its width would be moved twice.
+        # The table is gathered before the lookup: rows of a table that is split along its width would be moved twice.
         embed_VD = constrain(self.embed[...], "vocab", None)
         x_BTD = embed_VD[tokens_BT].astype(dtype)
         if config.embed_norm:

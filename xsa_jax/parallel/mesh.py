@@ -53,6 +53,12 @@ def make_mesh(sizes: MeshConfig, batch_size: int, devices: Sequence[jax.Device])
     return jax.make_mesh(shape, ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3, devices=devices)
 
 
+def make_evaluation_mesh(d_model: int, devices: Sequence[jax.Device]) -> Mesh:
+    """The mesh of all devices for a model of this width, with the weights split over the devices where the width allows."""
+    shards = len(devices) if d_model % len(devices) == 0 else 1
+    return make_mesh(MeshConfig(fsdp=shards), len(devices), devices)
+
+
 def platform(mesh: Mesh) -> str:
     """The platform of a mesh's devices: "cpu", "gpu" or "tpu"."""
     found = mesh.devices.flat[0].platform

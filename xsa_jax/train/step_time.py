@@ -84,14 +84,18 @@ def measure(runs: Sequence[pathlib.Path], pairs: int) -> dict[str, Any]:
     Raises:
       UserError: a folder holds no run, or a config does not fit this machine.
     """
+    if len(runs) < 2:
+        raise UserError(f"found {len(runs)} run; expected two or more, whose steps can take turns")
     steppers = {}
     for run in runs:
         path = run / "config.json"
         try:
             stored = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); train.py writes it") from None
-        steppers[str(run)] = Stepper(assemble(from_stored(stored, str(path))))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); train.py writes it") from None
+        except ValueError as error:
+            raise UserError(f"{path}: not JSON ({error}); restore the file") from None
+        steppers[str(run.resolve())] = Stepper(assemble(from_stored(stored, str(path))))
     times = alternate(steppers, pairs)
     return {
         "method": "compiled train steps taking turns in one process; median over pairs of the time over the first run's",
@@ -102,12 +106,18 @@ def measure(runs: Sequence[pathlib.Path], pairs: int) -> dict[str, Any]:
     }
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a positive integer")
+    return int(text)
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m xsa_jax.train.step_time", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of runs; the first one is the reference")
-    parser.add_argument("--pairs", type=int, default=30, help="number of measured steps of each run (%(default)s)")
+    parser.add_argument("--pairs", type=_positive, default=30, help="number of measured steps of each run (%(default)s)")
     parser.add_argument("--output", required=True, type=pathlib.Path, help="JSON file, for python -m xsa_jax.compare --step_times")
     args = parser.parse_args(argv)
     try:
@@ -117,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     except (UserError, OSError) as error:
         print(f"step_time: {error}", file=sys.stderr)
         return 1
-    for run, ratio in result["ratios"].items():
+    for run, ratio in zip(args.runs, result["ratios"].values(), strict=True):
         print(f"{run}: {ratio:.3f} of the first run's step time, median of {args.pairs} alternating steps")
     return 0
 

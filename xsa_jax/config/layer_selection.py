@@ -1,6 +1,6 @@
 """Selection of the layers that apply XSA, by `attention.xsa.layers`."""
 
-from xsa_jax.config import AttentionConfig
+from xsa_jax.config.schema import AttentionConfig
 from xsa_jax.errors import ConfigError
 
 
