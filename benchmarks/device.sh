@@ -16,7 +16,7 @@ export PYTHONPATH="$PWD/kernels:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 "$python" - <<'END' || exit 1
 import importlib, jax
 print("jax", jax.__version__, jax.devices())
-for name in ("xsa_kernels", "xsa_jax.config", "xsa_jax.mesh", "xsa_jax.model.transformer", "xsa_jax.train.step", "xsa_jax.train.optim"):
+for name in ("xsa_kernels", "xsa_jax.config", "xsa_jax.parallel.mesh", "xsa_jax.train.setup", "xsa_jax.train.step_time"):
     try:
         importlib.import_module(name)
         print("imports", name)

@@ -240,12 +240,15 @@ def test_what_may_change_between_a_run_and_its_continuation(name):
     assert old != new
     both = f"{name} (run: {old!r}, now: {new!r})"
     same_model = not name.startswith(("attention.", "model.")) or name in MAY_CHANGE_AROUND_WEIGHTS
-    for rule, allowed in [(check_continues, name in MAY_CHANGE_ON_RESUME), (check_same_weights, same_model)]:
+    for rule, other, allowed in [
+        (check_continues, (now,), name in MAY_CHANGE_ON_RESUME),
+        (check_same_weights, (now.model, now.attention), same_model),
+    ]:
         if allowed:
-            rule(stored, now, "runs/x")
+            rule(stored, *other, "runs/x")
         else:
             with pytest.raises(ConfigError, match="runs/x") as error:
-                rule(stored, now, "runs/x")
+                rule(stored, *other, "runs/x")
             assert both in str(error.value)
 
 
@@ -293,6 +296,21 @@ def test_a_stored_field_that_its_own_version_does_not_know_was_edited():
         from_stored(stored, "runs/x")
     with pytest.raises(ConfigError, match=r"^runs/x: optim: expected a group of fields, found 3"):
         from_stored(to_stored(tiny_config()) | {"optim": 3}, "runs/x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"newgroup": {}}, "unknown field newgroup"),
+        ({"seed": {"a": 1}}, "seed={'a': 1}: expected int"),
+        ({"model": None}, "model: expected a group of fields, found None"),
+        ({"model.d_ff": 99}, "model.d_ff: expected no '.'"),
+        ({"version": "9.9.9", "seed": -1}, "seed=-1: .*version 9.9.9 of xsa_jax wrote it, this is "),
+    ],
+)
+def test_a_stored_config_of_another_form_is_refused_by_name(change, message):
+    with pytest.raises(ConfigError, match=rf"^runs/x: {message}"):
+        from_stored(to_stored(tiny_config()) | change, "runs/x")
 
 
 @pytest.mark.parametrize("stored", [None, 3, [], "config"])

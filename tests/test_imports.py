@@ -21,7 +21,7 @@ ALLOWED = {
     "xsa_jax.files": set(),
     "xsa_jax.labels": set(),
     "xsa_jax.progress": set(),
-    "xsa_jax.config": {"xsa_kernels.registry", "xsa_jax.errors"},
+    "xsa_jax.config": {"xsa_kernels.registry", "xsa_jax.__version__", "xsa_jax.errors"},
     "xsa_jax.parallel": {"xsa_kernels", "xsa_jax.errors", "xsa_jax.config"},
     "xsa_jax.model": {"xsa_kernels", "xsa_jax.errors", "xsa_jax.config", "xsa_jax.parallel"},
     "xsa_jax.data": _PLAIN | {"xsa_jax.config"},

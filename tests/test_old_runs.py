@@ -13,8 +13,8 @@ import sys
 import pytest
 
 from tests.helpers import REPO, subprocess_env
+from xsa_jax import __version__
 from xsa_jax.compare.comparison import compare
-from xsa_jax.config.stored import version
 
 FIXTURE = REPO / "tests" / "fixtures" / "runs_0.1.0"
 
@@ -50,7 +50,7 @@ def test_it_continues_as_it_would_have(continued):
             assert found[step]["loss"] == pytest.approx(record["loss"], rel=1e-6), (split, step)
     assert sorted(int(path.name) for path in (continued / "xsa" / "checkpoints").iterdir()) == [3, 6]
     stored = json.loads((continued / "xsa" / "config.json").read_text())
-    assert stored.pop("version") == version()
+    assert stored.pop("version") == __version__
     assert stored == json.loads((FIXTURE / "xsa" / "config.json").read_text())
 
 

@@ -9,3 +9,5 @@ Array names end in one letter per dimension, the same letters everywhere:
 
 For example, `q_BTHE` holds queries, and `v_BSKE` holds the values that attention averages.
 """
+
+__version__ = "0.2.0"

@@ -69,7 +69,6 @@ def attention(
         softcap=softcap,
         lengths=(q_BTHE.shape[1], k_BSKE.shape[1]),
     )
-    chosen = _choose(impl, features, platform=devices.platform(q_BTHE, k_BSKE, v_BSKE))
     mask, softcap, scale = _plain(q_BTHE, k_BSKE, mask, softcap, scale)
     request = make_request(
         q_BTHE,
@@ -83,7 +82,7 @@ def attention(
         v_self_BTKE=v_self_BTKE,
     )
     mesh.check(sharding, request)
-    return chosen.load()(request, sharding)
+    return _choose(impl, features, platform=devices.platform(request)).load()(request, sharding)
 
 
 def check(impl: Impl, features: Features, device: str | None = None) -> str:

@@ -34,7 +34,11 @@ def check_no_explicit_axes(*arrays: Any) -> None:
 
 
 def check(sharding: Sharding | None, request: Request) -> None:
-    """Raises ValueError unless `sharding` says what every axis of the mesh is for, and the batch divides over its axes."""
+    """Raises ValueError unless `sharding` says what every axis of the mesh is for, and the batch divides over its axes.
+
+    It looks at the ambient mesh and at that of every array of the request; axes of type Explicit are refused.
+    """
+    check_no_explicit_axes(request)
     named, batch = (sharding.named, sharding.batch) if sharding else ((), ())
     for mesh in candidates(request):
         free = free_axes(mesh)

@@ -10,6 +10,7 @@ import pytest
 from tests.helpers import tiny_tree
 from xsa_jax.compare import comparison
 from xsa_jax.compare.__main__ import main
+from xsa_jax.config.stored import digest, from_stored
 from xsa_jax.errors import UserError
 
 pytestmark = pytest.mark.fast
@@ -127,18 +128,26 @@ def test_runs_that_never_logged_at_the_same_step(pair, tmp_path):
 
 def test_step_times_are_those_of_steps_that_took_turns(pair, tmp_path):
     times = tmp_path / "times.json"
-    times.write_text(json.dumps({"pairs": 30, "ratios": {str(pair[0]): 1.0, str(pair[1]): 1.125}}))
+    configs = {str(run): digest(from_stored(json.loads((run / "config.json").read_text()), "")) for run in pair}
+    times.write_text(json.dumps({"pairs": 30, "ratios": {str(pair[0]): 1.0, str(pair[1]): 1.125}, "configs": configs}))
     comparison.compare(pair, tmp_path / "report", step_times=times)
     row = rows_of(tmp_path / "report")["step time over SA's, 30 pairs"]
     assert (row["values"], row["changes"]) == ({"SA": 1.0, "XSA": 1.125}, {})
+    # A run that was made again with another config under the same name is another run.
+    (pair[1] / "config.json").write_text(json.dumps(tiny_tree({"attention.kind": "xsa", "attention.window": 3})))
+    with pytest.raises(UserError, match=r"the step times of .*b were measured with another config; measure them again"):
+        comparison.compare(pair, tmp_path / "report", step_times=times)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"pairs": 30, "ratios": {"other": 1.0, "b": 1.0}}, r"step times of other, b; expected those of .*a, .*b\. Run python -m"),
+        (
+            {"pairs": 30, "ratios": {"other": 1.0, "b": 1.0}, "configs": {}},
+            r"step times of other, b; expected those of .*a, .*b\. Run python -m",
+        ),
         ({"ratios": {}}, "no 'pairs' there"),
-        ({"pairs": 3, "ratios": {"a": "fast"}}, "ratios a expected int or float"),
+        ({"pairs": 3, "ratios": {"a": "fast"}, "configs": {}}, "ratios a expected int or float"),
         ([], "expected an object"),
     ],
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import assembled, assert_trees_equal, tiny_config
+from tests.helpers import assembled, assert_trees_equal, model_of, tiny_config
 from xsa_jax.config import Config
 from xsa_jax.errors import ConfigError, UserError
 from xsa_jax.model.transformer import Params
@@ -76,7 +76,7 @@ def test_restored_on_any_number_of_devices(saved, devices):
     config, abstract = described(LEARNED | MESHES[devices], devices)
     with Checkpoints(workdir) as checkpoints:
         restored, loader = checkpoints.restore(config, abstract)
-        params = checkpoints.restore_params(config, abstract.params)
+        params = checkpoints.restore_params(model_of(config), abstract.params)
         earlier, _ = checkpoints.restore(config, abstract, step=3)
     assert_trees_equal(restored, state)
     assert_trees_equal(params, state.params)
@@ -144,7 +144,7 @@ def test_another_attention_variant_is_refused_naming_both(tmp_path, stored, aske
     with Checkpoints(tmp_path) as checkpoints:
         for restore in (
             lambda: checkpoints.restore(other, other_abstract),
-            lambda: checkpoints.restore_params(other, other_abstract.params),
+            lambda: checkpoints.restore_params(model_of(other), other_abstract.params),
         ):
             with pytest.raises(ConfigError) as error:
                 restore()
@@ -155,7 +155,7 @@ def test_another_attention_variant_is_refused_naming_both(tmp_path, stored, aske
 def test_weights_may_be_read_for_another_kind_of_run_but_not_continued(saved):
     config, abstract = described(LEARNED | {"data.seq_len": 32, "optim.peak_lr": 1.0})
     with Checkpoints(saved[0]) as checkpoints:
-        checkpoints.restore_params(config, abstract.params)
+        checkpoints.restore_params(model_of(config), abstract.params)
         with pytest.raises(ConfigError, match=r"data\.seq_len \(run: 16, now: 32\); optim\.peak_lr"):
             checkpoints.restore(config, abstract)
 
@@ -186,7 +186,7 @@ def test_a_leaf_that_does_not_fit_is_named(saved, change, expected):
     change(params)
     with Checkpoints(saved[0]) as checkpoints:
         with pytest.raises(UserError) as error:
-            checkpoints.restore_params(config, params)
+            checkpoints.restore_params(model_of(config), params)
         whole = TrainState(abstract.step, params, abstract.opt_state, abstract.rng)
         with pytest.raises(UserError):
             checkpoints.restore(config, whole)
@@ -215,7 +215,7 @@ def test_no_run_no_checkpoint_no_such_step(saved, tmp_path):
             checkpoints.config,
             checkpoints.loader_state,
             lambda: checkpoints.restore(config, abstract),
-            lambda: checkpoints.restore_params(config, abstract.params),
+            lambda: checkpoints.restore_params(model_of(config), abstract.params),
         ):
             with pytest.raises(UserError, match="no finished checkpoint"):
                 read()
@@ -246,18 +246,18 @@ def test_a_damaged_checkpoint_is_named(damaged, spoil):
     config, abstract = described(LEARNED)
     with Checkpoints(damaged) as checkpoints:
         with pytest.raises(UserError) as error:
-            checkpoints.restore_params(config, abstract.params)
+            checkpoints.restore_params(model_of(config), abstract.params)
         assert str(damaged / "checkpoints" / "7") in str(error.value)
         assert "cannot be read" in str(error.value) or "no item" in str(error.value)
         assert "\n" not in str(error.value)
-        checkpoints.restore_params(config, abstract.params, step=3)
+        checkpoints.restore_params(model_of(config), abstract.params, step=3)
 
 
 def test_damaged_moments_stop_a_restore_and_leave_the_weights_readable(damaged):
     _cut(damaged / "checkpoints" / "7", "opt_state")
     config, abstract = described(LEARNED)
     with Checkpoints(damaged) as checkpoints:
-        checkpoints.restore_params(config, abstract.params)
+        checkpoints.restore_params(model_of(config), abstract.params)
         with pytest.raises(UserError, match="cannot be read"):
             checkpoints.restore(config, abstract)
 
@@ -284,7 +284,7 @@ def test_a_save_cut_short_is_never_listed_and_only_a_writer_cleans_it(damaged):
     with Checkpoints(damaged) as checkpoints:
         assert checkpoints.steps == [3, 7]
         checkpoints.restore(config, abstract)
-        checkpoints.restore_params(config, abstract.params)
+        checkpoints.restore_params(model_of(config), abstract.params)
         checkpoints.config()
         checkpoints.loader_state()
     assert files(damaged) == before  # reading created, deleted and changed nothing

@@ -10,6 +10,7 @@ from xsa_jax.compare.runs import Run, read, read_step_times
 from xsa_jax.compare.table import Row
 from xsa_jax.config import to_dict
 from xsa_jax.config.rules import check_fields, differences, fixed_in_comparisons
+from xsa_jax.config.stored import digest
 from xsa_jax.errors import UserError
 from xsa_jax.files import write_json, write_text
 
@@ -120,6 +121,9 @@ def _step_time_row(runs: Sequence[Run], path: pathlib.Path) -> Row:
             f"{path}: step times of {', '.join(measured['ratios'])}; expected those of {', '.join(folders)}. Run "
             f"python -m xsa_jax.train.step_time {' '.join(run.name for run in runs)} --output {path}"
         )
+    for run, folder in zip(runs, folders, strict=True):
+        if measured["configs"].get(folder) != digest(run.config):
+            raise UserError(f"{path}: the step times of {run.name} were measured with another config; measure them again")
     return Row(f"step time over {_short_names(runs)[0]}'s, {measured['pairs']} pairs", list(measured["ratios"].values()), 3)
 
 

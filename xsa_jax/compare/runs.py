@@ -22,7 +22,7 @@ _EVALUATION = {"store": {"hash": str}, "losses": [_LOSS], "similarity": {name: [
 _CONFIG = {"attention": {"kind": str}}
 _RECORD = {"step": int, "split": str, "loss": _NUMBER}
 _START = {"devices": str}
-_STEP_TIMES = {"pairs": int, "ratios": dict}
+_STEP_TIMES = {"pairs": int, "ratios": dict, "configs": dict}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Rules for two configs: of a run and its continuation, of two runs in a comparison, and of two models that share weights."""
 
+import dataclasses
 import difflib
 import itertools
 from collections.abc import Collection, Mapping
@@ -7,7 +8,7 @@ from typing import Any
 
 from xsa_jax.config.fields import fields
 from xsa_jax.config.load import flatten, to_dict
-from xsa_jax.config.schema import Config
+from xsa_jax.config.schema import AttentionConfig, Config, ModelConfig
 from xsa_jax.errors import ConfigError
 
 
@@ -28,7 +29,7 @@ def check_continues(stored: Config, config: Config, run: str) -> None:
         raise ConfigError(f"{run} was started with another config: {changed}. Use its values, or another --workdir")
 
 
-def check_same_weights(stored: Config, config: Config, run: str) -> None:
+def check_same_weights(stored: Config, model: ModelConfig, attention: AttentionConfig, run: str) -> None:
     """Checks that a run's weights may be used in the model of a config.
 
     The configs decide, because weights do not show whether they were trained with XSA. Fields of `model` and `attention` may
@@ -36,7 +37,7 @@ def check_same_weights(stored: Config, config: Config, run: str) -> None:
 
     Args:
       stored: config that the weights were trained with.
-      config: config of the model that is to use them.
+      model, attention: config of the model that is to use them.
       run: name of the run in the error message.
 
     Raises:
@@ -44,10 +45,11 @@ def check_same_weights(stored: Config, config: Config, run: str) -> None:
     """
     fixed = [
         name
-        for name, field in fields(type(config)).items()
+        for name, field in fields(type(stored)).items()
         if name.startswith(("model.", "attention.")) and not field.about.keeps_weights
     ]
-    changed = _listed(differences(to_dict(stored), to_dict(config), fixed))
+    now = {"model": dataclasses.asdict(model), "attention": dataclasses.asdict(attention)}
+    changed = _listed(differences(to_dict(stored), now, fixed))
     if changed:
         raise ConfigError(f"{run} holds the weights of another model: {changed}. Build the model from the run's own config")
 

@@ -5,29 +5,29 @@ A stored config holds every field and, under "version", the version of xsa_jax t
 describes the behaviour of versions without the field.
 """
 
-from collections.abc import Mapping
-from importlib import metadata
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from xsa_jax import __version__
 from xsa_jax.config.fields import Field, fields
-from xsa_jax.config.load import flatten, from_config_dict, to_dict
+from xsa_jax.config.load import from_config_dict, to_dict
 from xsa_jax.config.schema import ALWAYS_STORED, Config
 from xsa_jax.errors import ConfigError
 
 _BEFORE_VERSIONS = "before 0.2.0"
 
 
-def version() -> str:
-    """The installed version of xsa_jax; "unknown" where the package is not installed."""
-    try:
-        return metadata.version("xsa_jax")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def to_stored(config: Config) -> dict[str, Any]:
     """The nested dict that a run stores: the config, and the version of xsa_jax under "version"."""
-    return {"version": version(), **to_dict(config)}
+    return {"version": __version__, **to_dict(config)}
+
+
+def digest(config: Config) -> str:
+    """A hash of all values of a config, as hexadecimal digits; equal configs have equal digests, whatever version stored them."""
+    return hashlib.blake2b(json.dumps(to_dict(config), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def from_stored(stored: Any, where: str, schema: type[Config] = Config) -> Config:
@@ -44,22 +44,38 @@ def from_stored(stored: Any, where: str, schema: type[Config] = Config) -> Confi
     if not isinstance(stored, Mapping):
         raise ConfigError(f"{where}: expected a stored config, found {stored!r:.60}; restore the file")
     known = fields(schema)
-    found = dict(flatten({name: value for name, value in stored.items() if name != "version"}))
-    for name in found:
-        if any(other.startswith(f"{name}.") for other in known):
-            raise ConfigError(f"{where}: {name}: expected a group of fields, found {found[name]!r:.60}; restore the file")
+    groups = {name[: end.start()] for name in known for end in re.finditer(r"\.", name)}
+    found = _flat({name: value for name, value in stored.items() if name != "version"}, groups, where)
     unknown = [name for name in found if name not in known]
     if unknown:
         wrote = stored.get("version", _BEFORE_VERSIONS)
-        advice = "The file was edited: remove the field" if wrote == version() else "Use that version or a newer one"
+        advice = "The file was edited: remove the field" if wrote == __version__ else "Use that version or a newer one"
         raise ConfigError(
-            f"{where}: unknown field {', '.join(unknown)}: version {wrote} of xsa_jax wrote it, and this is {version()}. {advice}"
+            f"{where}: unknown field {', '.join(unknown)}: version {wrote} of xsa_jax wrote it, and this is {__version__}. {advice}"
         )
     values = {name: found[name] if name in found else _value_before(field, where) for name, field in known.items()}
     try:
         return from_config_dict(_nested(values), schema)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        wrote = stored.get("version", _BEFORE_VERSIONS)
+        newer = "" if wrote in (__version__, _BEFORE_VERSIONS) else f" (version {wrote} of xsa_jax wrote it, this is {__version__})"
+        raise ConfigError(f"{where}: {error}{newer}") from None
+
+
+def _flat(tree: Mapping[str, Any], groups: Collection[str], where: str, prefix: str = "") -> dict[str, Any]:
+    """The stored values by dotted name. Only known groups are entered, so that no unknown one is lost."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = prefix + key
+        if name in groups and "." not in key:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}: {name}: expected a group of fields, found {value!r:.60}; restore the file")
+            found |= _flat(value, groups, where, f"{name}.")
+        elif "." in key:
+            raise ConfigError(f"{where}: {name}: expected no '.' in the name of a field or group; restore the file")
+        else:
+            found[name] = value
+    return found
 
 
 def _value_before(field: Field, where: str) -> Any:

@@ -96,8 +96,8 @@ def _losses(losses: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _positions(loss: Mapping[str, Any]) -> str:
-    rows = [["position", "nats/token"]]
-    rows += [[positions(bucket), f"{bucket['loss']:.4f}"] for bucket in loss["buckets"]]
+    rows = [["position", "nats/token", "tokens"]]
+    rows += [[positions(bucket), f"{bucket['loss']:.4f}", f"{bucket['tokens']:,}"] for bucket in loss["buckets"]]
     return _grid(list(zip(*rows, strict=True)))
 
 

@@ -78,7 +78,7 @@ def restore(run: pathlib.Path, step: int | None = None, store: str | None = None
         _check_tokenizer(tokens, loader_state, run)
         mesh = make_evaluation_mesh(config.model.d_model, jax.devices())
         model = build(config.model, dataclasses.replace(config.attention, impl="auto"))
-        params = checkpoints.restore_params(config, abstract_params(model, mesh), step)
+        params = checkpoints.restore_params(model, abstract_params(model, mesh), step)
         return Restored(step, config, model, params, mesh, tokens)
 
 

@@ -76,7 +76,7 @@ def attention_sharding(*, whole_batch: bool = False) -> Sharding:
     Args:
       whole_batch: whether every device computes all rows, as for a batch size that the mesh does not divide.
     """
-    batch, (heads,) = RULES["batch"] or (), RULES["heads"] or ()
+    batch, (heads,) = RULES["batch"] or (), RULES["heads"] or (None,)  # the kernels split heads over one axis
     return Sharding(replicated=batch, heads=heads) if whole_batch else Sharding(batch=batch, heads=heads)
 
 

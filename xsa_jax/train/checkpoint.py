@@ -16,7 +16,7 @@ from xsa_jax.config import CheckpointConfig, Config
 from xsa_jax.config.rules import check_continues, check_same_weights
 from xsa_jax.config.stored import from_stored, to_stored
 from xsa_jax.errors import UserError
-from xsa_jax.model.transformer import Params
+from xsa_jax.model.transformer import Model, Params
 from xsa_jax.train.state import TrainState
 
 
@@ -149,20 +149,20 @@ class Checkpoints:
         opt_items = items["opt_state"]
         return TrainState(opt_items["step"], items["params"], opt_items["optimizer"], opt_items["rng"]), loader_state
 
-    def restore_params(self, config: Config, abstract_params: Params, step: int | None = None) -> Params:
+    def restore_params(self, model: Model, abstract_params: Params, step: int | None = None) -> Params:
         """Restores only the weights.
 
         Args:
-          config: config of the model that is to use the weights.
+          model: description of the model that is to use the weights.
           abstract_params: shapes, types and shardings of the weights.
           step: step of the checkpoint; None for the latest.
 
         Raises:
           UserError: as `restore`.
-          ConfigError: the checkpoint holds another model than that of `config`. The message names the fields that differ.
+          ConfigError: the checkpoint holds the weights of another model. The message names the fields that differ.
         """
         step = self.existing_step(step)
-        check_same_weights(self.config(step), config, str(self.directory.parent))
+        check_same_weights(self.config(step), model.config, model.attention, str(self.directory.parent))
         return self._load(step, {"params": abstract_params})["params"]
 
     def _load(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:

@@ -48,17 +48,18 @@ def train(config: Config, workdir: pathlib.Path, actions: Sequence[ActionMaker])
         run = Run(setup, data, workdir, checkpoints, metrics)
         batches = stack.enter_context(contextlib.closing(data.training.iterate(start)))
         stack.enter_context(jax.transfer_guard("disallow"))
-        _steps(setup, start, state, batches, [make(run) for make in actions], stopping)
+        _steps(run, start, state, batches, [make(run) for make in actions], stopping)
 
 
 def _steps(
-    setup: Setup,
+    run: Run,
     start: int,
     state: TrainState,
     batches: Iterator[Mapping[str, np.ndarray]],
     actions: Sequence[Action],
     stopping: Stopping,
 ) -> None:
+    setup, metrics = run.setup, run.metrics
     num_steps = setup.config.train.num_steps
     for step in range(start + 1, num_steps + 1):
         state, values = setup.step(state, put_batch(setup.mesh, next(batches)))
@@ -70,7 +71,7 @@ def _steps(
             for action in actions:
                 if action.on_stop and not action.due(moment):
                     action.run(moment)
-            print(f"{reason}: saving step {step}; the same command continues from there", flush=True)
+            metrics.say(f"{reason}: saving step {step}; the same command continues from there")
             break
 
 

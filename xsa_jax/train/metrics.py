@@ -156,6 +156,11 @@ class Metrics:
         else:
             self._progress.update(step, f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tokens/s", line)
 
+    def say(self, line: str) -> None:
+        """Prints a line that stays, beside the updating line of a terminal."""
+        if self._writes:
+            self._progress.print(line)
+
     @contextlib.contextmanager
     def pause(self, step: int) -> Iterator[None]:
         """A context, such as that of a validation or a save, whose time is excluded from the step time. It flushes first."""

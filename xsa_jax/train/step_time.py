@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xsa_jax.config.stored import from_stored
+from xsa_jax.config.stored import digest, from_stored
 from xsa_jax.errors import UserError
 from xsa_jax.files import write_json
 from xsa_jax.parallel.mesh import describe, put_batch
@@ -96,12 +96,15 @@ def measure(runs: Sequence[pathlib.Path], pairs: int) -> dict[str, Any]:
         except ValueError as error:
             raise UserError(f"{path}: not JSON ({error}); restore the file") from None
         steppers[str(run.resolve())] = Stepper(assemble(from_stored(stored, str(path))))
+    if len(steppers) < len(runs):
+        raise UserError("the same run is given twice; name each run once")
     times = alternate(steppers, pairs)
     return {
         "method": "compiled train steps taking turns in one process; median over pairs of the time over the first run's",
         "pairs": pairs,
         "devices": describe(jax.devices()),
         "jax": jax.__version__,
+        "configs": {name: digest(stepper.setup.config) for name, stepper in steppers.items()},
         "ratios": ratios(times),
     }
 
