@@ -22,8 +22,8 @@ demo: $(READY)
 	$(RUN) -m xsa_jax.data.prepare --input '$(DEMO)/text/*.parquet' --tokenizer bytes --output $(DEMO)/tokens --validation-fraction 0.05
 	$(RUN) train.py --config configs/demo.py --workdir $(DEMO)/sa --config.data.path=$(DEMO)/tokens --config.attention.kind=sa $(DEMO_FLAGS)
 	$(RUN) train.py --config configs/demo.py --workdir $(DEMO)/xsa --config.data.path=$(DEMO)/tokens --config.attention.kind=xsa $(DEMO_FLAGS)
-	$(RUN) eval.py --run $(DEMO)/sa --tokens 100000
-	$(RUN) eval.py --run $(DEMO)/xsa --tokens 100000
+	$(RUN) eval.py --run $(DEMO)/sa --tokens 100000 --samples 0
+	$(RUN) eval.py --run $(DEMO)/xsa --tokens 100000 --samples 0
 	$(RUN) -m xsa_jax.train.step_time $(DEMO)/sa $(DEMO)/xsa --output $(DEMO)/step_time.json
 	$(RUN) -m xsa_jax.compare $(DEMO)/sa $(DEMO)/xsa --step_times $(DEMO)/step_time.json --output $(DEMO)/report
 

@@ -68,7 +68,7 @@ class Metrics:
         *,
         flops_per_token: float,
         peak: float | None,
-        line_seconds: float = 15.0,
+        line_seconds: float = 30.0,
     ):
         self._config = config
         self._writes = jax.process_index() == 0
