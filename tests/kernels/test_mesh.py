@@ -218,3 +218,19 @@ def test_a_mesh_without_a_device_says_nothing_of_the_platform():
     found = []
     jax.jit(lambda x: found.append(device.platform({"q": x}))).trace(jax.ShapeDtypeStruct((4,), jnp.float32, sharding=placed))
     assert found == ["tpu"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("impl", ["reference", "xla", "triton"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "ids", "sinks", "alpha"])
+def test_explicit_axes_in_the_type_of_any_one_array_are_refused(name, impl):
+    """Also where the axis is named: else the call would fail deep inside, or run as nobody asked."""
+    mesh = make_mesh(("x", 4), kind=AxisType.Explicit)
+    x = arrays(B=4, T=16, E=8, dtype=np.float32)
+    given = {key: jnp.asarray(x[key]) for key in ("q", "k", "v", "sinks", "alpha")} | {"ids": jnp.asarray(x["segment_ids"])}
+    given[name] = jax.device_put(given[name], NamedSharding(mesh, P("x")))
+    with pytest.raises(ValueError, match=r"^the mesh: found axes of types .*Explicit.*, expected AxisType.Auto"):
+        attention(
+            given["q"], given["k"], given["v"], mask=MaskSpec(segment_ids=given["ids"]), sinks_H=given["sinks"],
+            xsa=Projection(given["alpha"]), sharding=Sharding(batch="x"), impl=impl,
+        )  # fmt: skip

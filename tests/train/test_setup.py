@@ -87,7 +87,7 @@ def test_a_step_runs_without_grain_orbax_and_ml_collections(tmp_path):
 
 @pytest.mark.fast
 def test_step_times_alternate_and_are_ratios_of_pairs(monkeypatch):
-    order, clock = [], {"sa": iter([9.0, 9.0, 9.0, 1.0, 2.0, 4.0]), "xsa": iter([9.0, 9.0, 9.0, 1.5, 2.0, 8.0])}
+    order, clock = [], {"sa": iter([9.0, 9.0, 9.0, 1.0, 2.0, 4.0]), "xsa": iter([9.0, 9.0, 9.0, 1.5, 2.0, 12.0])}
 
     class Fake:
         def __init__(self, name):
@@ -99,8 +99,8 @@ def test_step_times_alternate_and_are_ratios_of_pairs(monkeypatch):
 
     times = step_time.alternate({"sa": Fake("sa"), "xsa": Fake("xsa")}, 3)
     assert order == ["sa", "xsa"] * (step_time.WARMUP + 3)
-    assert times == {"sa": [1.0, 2.0, 4.0], "xsa": [1.5, 2.0, 8.0]}
-    assert step_time.ratios(times) == {"sa": 1.0, "xsa": 1.5}  # the median of 1.5, 1 and 2
+    assert times == {"sa": [1.0, 2.0, 4.0], "xsa": [1.5, 2.0, 12.0]}
+    assert step_time.ratios(times) == {"sa": 1.0, "xsa": 1.5}  # the median of 1.5, 1 and 3
 
 
 def test_step_times_of_stored_runs(tmp_path):
