@@ -14,16 +14,19 @@ class Progress:
       total: amount of work, in `unit`.
       initial: amount of work that earlier processes did, in `unit`.
       unit: unit of work, such as "B" or "step".
+      keep: whether the last state of a terminal's line stays when the work is done.
       seconds: interval between two lines where the stream is not a terminal.
       stream: output stream; stderr by default.
     """
 
-    def __init__(self, total: int, initial: int = 0, *, unit: str, seconds: float = 15.0, stream: TextIO | None = None):
+    def __init__(
+        self, total: int, initial: int = 0, *, unit: str, keep: bool = False, seconds: float = 15.0, stream: TextIO | None = None
+    ):
         self._stream = stream or sys.stderr
         self._is_terminal = self._stream.isatty()
         self._bar = tqdm(
             total=total, initial=initial, unit=unit, unit_scale=unit == "B", file=self._stream, disable=not self._is_terminal,
-            leave=False, dynamic_ncols=True,
+            leave=keep, dynamic_ncols=True,
         )  # fmt: skip
         self._reported = initial
         self._seconds = seconds

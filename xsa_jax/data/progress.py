@@ -14,7 +14,7 @@ class Progress:
     """
 
     def __init__(self, total_bytes: int, done_bytes: int):
-        self._display = progress.Progress(total_bytes, done_bytes, unit="B")
+        self._display = progress.Progress(total_bytes, done_bytes, unit="B", keep=True)
         self._total, self._initial = total_bytes, done_bytes
         self._tokens = self._bytes = 0
         self._began = time.monotonic()
