@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from xsa_kernels.backend import Outputs
 from xsa_kernels.reference import group
 from xsa_kernels.request import Request
+from xsa_kernels.rows import dot_of_rows
 
 
 class Attend(Protocol):
@@ -27,16 +28,16 @@ def forward(attend: Attend, request: Request) -> Outputs:
         y_BTHE, lse_BHT = _with_sinks(request.sinks_H, *attend(request, None))
         return Outputs(y_BTHE.astype(q_BTHE.dtype), lse_BHT, None)
     K, wide = request.k_BSKE.shape[2], jnp.promote_types(q_BTHE.dtype, jnp.float32)
-    v_self_BTK1E = v_self_BTKE.astype(wide)[:, :, :, None]
-    n2_BTK11 = jnp.sum(v_self_BTK1E * v_self_BTK1E, axis=-1, keepdims=True)
+    v_self_BTKE = v_self_BTKE.astype(wide)
+    n2_BTK11 = dot_of_rows(v_self_BTKE[:, :, :, None], v_self_BTKE)
     keeps_diagonal_BKT = None
     if settings.drop_diagonal:
         keeps_diagonal_BKT = jnp.logical_not(settings.exact(n2_BTK11))[..., 0, 0].swapaxes(1, 2)
     y_BTHE, lse_BHT = _with_sinks(request.sinks_H, *attend(request, keeps_diagonal_BKT))
     y_BTKGE = group(y_BTHE, K).astype(wide)
-    c_BTKG1 = jnp.sum(y_BTKGE * v_self_BTK1E, axis=-1, keepdims=True) * settings.inverse(n2_BTK11)
+    c_BTKG1 = dot_of_rows(y_BTKGE, v_self_BTKE) * settings.inverse(n2_BTK11)
     alpha = 1 if request.alpha_H is None else request.alpha_H.reshape(K, -1, 1)
-    z_BTKGE = y_BTKGE - alpha * c_BTKG1 * v_self_BTK1E
+    z_BTKGE = y_BTKGE - alpha * c_BTKG1 * v_self_BTKE[:, :, :, None]
     z_BTHE = z_BTKGE.reshape(q_BTHE.shape).astype(q_BTHE.dtype)
     return Outputs(z_BTHE, lse_BHT, c_BTKG1.reshape(q_BTHE.shape[:3]).swapaxes(1, 2))
 

@@ -47,20 +47,21 @@ def _through_the_projection(
     assert request.projected_v_BTKE is not None
     K, wide = request.k_BSKE.shape[2], lse_BHT.dtype
     z, dz = group(z_BTHE, K).astype(wide), group(dz_BTHE, K).astype(wide)
-    v = request.projected_v_BTKE.astype(wide)[:, :, :, None]
+    v_BTKE = request.projected_v_BTKE.astype(wide)
+    v = v_BTKE[:, :, :, None]
     c = _columns(c_BHT, K)
     alpha = 1.0 if request.alpha_H is None else request.alpha_H.reshape(K, -1, 1)
 
-    n2 = jnp.sum(v * v, axis=-1, keepdims=True)
+    n2 = dot_of_rows(v, v_BTKE)
     b, exact = settings.inverse(n2), settings.exact(n2)
     slope = settings.slope(n2)
-    r = jnp.sum(dz * v, axis=-1, keepdims=True)
+    r = dot_of_rows(dz, v_BTKE)
     # The kernels see dy in the dtype of q. delta must come from those same numbers, or their errors no longer cancel in dP - delta;
     # `reduce_precision`, unlike a cast to and fro, is never optimised away.
     narrow = jnp.finfo(z_BTHE.dtype)
     dy = dz - alpha * b * r * v
     dy_narrow = lax.reduce_precision(dy, narrow.nexp, narrow.nmant)
-    delta = jnp.sum(_grouped_output(request, outputs) * dy_narrow, axis=-1)
+    delta = jnp.einsum("BTKGE,BTKGE->BTKG", _grouped_output(request, outputs), dy_narrow, precision=lax.Precision.HIGHEST)
     dv_self = alpha * (2 * (slope - alpha) * b * c * r * v - c * dy - b * r * z)
 
     dalpha_H = None if request.alpha_H is None else -jnp.sum(c * r, axis=(0, 1)).reshape(-1)
@@ -71,6 +72,11 @@ def _through_the_projection(
         dv_start_BTKE=None,
     )
     return rows, jnp.sum(dv_self, axis=3), dalpha_H
+
+
+def dot_of_rows(x_BTKGE: jax.Array, v_BTKE: jax.Array) -> jax.Array:
+    """x . v of each query row, [B, T, K, G, 1]. As a product and not a sum: XLA's sums over so short an axis are slow on a CPU."""
+    return jnp.einsum("BTKGE,BTKE->BTKG", x_BTKGE, v_BTKE, precision=lax.Precision.HIGHEST)[..., None]
 
 
 def output(request: Request, outputs: Outputs) -> jax.Array:

@@ -11,6 +11,16 @@ import xsa_kernels
 from tests.kernels import oracle
 from xsa_kernels import MaskSpec
 from xsa_kernels.spec import CAUSAL
+from xsa_kernels.xla import blockwise, short
+
+XLA_FORMS = ("short", "long")
+
+
+def xla_form(monkeypatch, form, block):
+    """Makes impl="xla" use its form for short or for long sequences, whatever the length, in blocks of that many tokens."""
+    monkeypatch.setattr(short, "LONGEST", {"short": 10**9, "long": 0}[form])
+    for module in (short, blockwise):
+        monkeypatch.setattr(module, "BLOCK", block)
 
 
 def arrays(B=2, T=23, S=None, H=4, K=2, E=6, seed=0, dtype=np.float64):

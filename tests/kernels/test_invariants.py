@@ -6,17 +6,16 @@ import numpy as np
 import pytest
 
 from tests.kernels import oracle
-from tests.kernels.cases import Variant, arrays, run
+from tests.kernels.cases import Variant, arrays, run, xla_form
 from xsa_kernels import MaskSpec, Projection, attention
-from xsa_kernels.xla import blockwise
 
-IMPLS = pytest.mark.parametrize("impl", ["reference", "xla"])
+IMPLS = pytest.mark.parametrize(("impl", "form"), [("reference", "short"), ("xla", "short"), ("xla", "long")], indirect=["form"])
 XSA = Projection()
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK", 8)
+def form(request, monkeypatch):
+    xla_form(monkeypatch, getattr(request, "param", "short"), block=8)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.helpers import model_of, subprocess_env, tiny_config
-from tests.kernels.cases import arrays
+from tests.kernels.cases import XLA_FORMS, arrays, xla_form
 from xsa_kernels import MaskSpec, Projection, Sharding, attention, reference, rows
 from xsa_kernels.request import Settings
-from xsa_kernels.xla import blockwise
 
 
 def shapes(B, T, H, K, E, dtype=jnp.float32):
@@ -57,7 +56,7 @@ def test_long_context_never_holds_all_scores():
 )  # fmt: skip
 def test_hidden_blocks_are_not_visited(mask, pairs, monkeypatch):
     """8 x 8 blocks of 8 tokens; a scan over the visible pairs is as long as there are pairs."""
-    monkeypatch.setattr(blockwise, "BLOCK", 8)
+    xla_form(monkeypatch, "long", block=8)
     jaxpr = str(jax.make_jaxpr(lambda *qkv: attention(*qkv, mask=mask))(*shapes(1, 61, 1, 1, 4)))
     assert re.findall(r"length=(\d+)", jaxpr) == [str(pairs)]
 
@@ -80,7 +79,7 @@ def test_keeps_no_y(xsa, impl, monkeypatch):
 @pytest.mark.parametrize("kind", ["sa", "xsa"])
 def test_a_rematerialised_layer_runs_attention_forward_once(kind, monkeypatch):
     """Under the model's policy "attention": the scans over blocks inside its scans over layers, forward and backward."""
-    monkeypatch.setattr(blockwise, "BLOCK", 8)
+    xla_form(monkeypatch, "long", block=8)
 
     def scans(remat):
         model = model_of(tiny_config({"model.remat": remat, "attention.kind": kind, "attention.impl": "xla"}))
@@ -93,10 +92,10 @@ def test_a_rematerialised_layer_runs_attention_forward_once(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
-@pytest.mark.parametrize("block", [8, 512])
-def test_eight_devices_equal_one(block, heads, monkeypatch):
+@pytest.mark.parametrize("form", XLA_FORMS)
+def test_eight_devices_equal_one(form, heads, monkeypatch):
     """Batch over data and fsdp, heads over tensor: the same numbers, and nothing is sent but the sums of head-wise gradients."""
-    monkeypatch.setattr(blockwise, "BLOCK", block)
+    xla_form(monkeypatch, form, block=8)
     x = arrays(B=4, H=heads[0], K=heads[1], dtype=np.float32)
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     spec = {"q": P(("data", "fsdp"), None, "tensor"), "segment_ids": P(("data", "fsdp")), "sinks": P("tensor")}

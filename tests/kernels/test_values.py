@@ -9,10 +9,21 @@ import pytest
 
 import xsa_kernels
 from tests.kernels import oracle
-from tests.kernels.cases import Variant, arrays, assert_close, errors, expected, regimes, relative, rounded, run
+from tests.kernels.cases import (
+    XLA_FORMS,
+    Variant,
+    arrays,
+    assert_close,
+    errors,
+    expected,
+    regimes,
+    relative,
+    rounded,
+    run,
+    xla_form,
+)
 from xsa_kernels import MaskSpec, reference
 from xsa_kernels.vendors import cudnn
-from xsa_kernels.xla import blockwise
 
 XSA = Variant(rule="clamp")
 RULES = {"sa": 1.0, "clamp": 1e-12, "clamped": 5.0, "add": 1e-2, "exact": 1e-12}
@@ -66,8 +77,9 @@ PAIRWISE = [
 
 
 @pytest.mark.parametrize("row", PAIRWISE, ids=lambda row: "-".join(map(str, row)))
-def test_xla_equals_oracle(row, monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK", 8)  # 23 tokens: two whole blocks and a part of one
+@pytest.mark.parametrize("form", XLA_FORMS)
+def test_xla_equals_oracle(row, form, monkeypatch):
+    xla_form(monkeypatch, form, block=8)  # 23 tokens: two whole blocks and a part of one
     x = arrays()
     case = variant(x, *row)
     with jax.enable_x64(True):
@@ -75,9 +87,9 @@ def test_xla_equals_oracle(row, monkeypatch):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("impl", ["reference", "xla"])
-def test_float32(impl, monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK", 8)
+@pytest.mark.parametrize(("impl", "form"), [("reference", "short"), ("xla", "short"), ("xla", "long")])
+def test_float32(impl, form, monkeypatch):
+    xla_form(monkeypatch, form, block=8)
     x = arrays(dtype=np.float32)
     case = variant(x, True, 9, True, True, True, "clamp", True, False)
     assert_close(run(x, impl, case), expected(x, case), 2e-6)
@@ -86,8 +98,8 @@ def test_float32(impl, monkeypatch):
 @pytest.mark.parametrize(("T", "H", "K"), [(1, 4, 2), (8, 4, 4), (17, 4, 1), (40, 6, 3)])
 def test_shapes(T, H, K, monkeypatch):
     x = arrays(T=T, H=H, K=K, dtype=np.float32)
-    for block in (8, 512):
-        monkeypatch.setattr(blockwise, "BLOCK", block)
+    for form, block in itertools.product(XLA_FORMS, (8, 512)):
+        xla_form(monkeypatch, form, block)
         assert_close(run(x, "xla", XSA), expected(x, XSA), 2e-6)
 
 
@@ -101,14 +113,14 @@ def test_plain_attention_is_what_jax_ships():
 @pytest.mark.parametrize("common", [0.0, 2.0])
 def test_bfloat16_budget(common, monkeypatch):
     """Half a percent, where rounding the result alone costs 0.17, however much tokens attend to themselves."""
-    monkeypatch.setattr(blockwise, "BLOCK", 64)
     x, narrow = regimes(common)
     want = expected(x, XSA)
     own_weights = np.diagonal(want["p"], axis1=2, axis2=3).mean((1, 2))
     np.testing.assert_allclose(own_weights, [0.02, 0.3, 0.7, 0.9, 0.997], atol=0.06)
-    for impl, most in (("reference", 0.002), ("xla", 0.005)):
+    for impl, form, most in (("reference", "short", 0.002), ("xla", "short", 0.005), ("xla", "long", 0.005)):
+        xla_form(monkeypatch, form, block=64)
         found = relative(run(narrow, impl, XSA), want)
-        assert (found <= most).all(), (impl, found)
+        assert (found <= most).all(), (impl, form, found)
 
 
 def test_weights_are_the_oracles():
@@ -122,10 +134,10 @@ def test_weights_are_the_oracles():
 
 def test_tail_of_the_queries_is_the_end_of_the_whole(monkeypatch):
     """Chunked prefill and decoding: fewer queries than keys, own values given."""
-    monkeypatch.setattr(blockwise, "BLOCK", 8)
     x = arrays(dtype=np.float32)
     mask = MaskSpec(window=6, segment_ids=x["segment_ids"])
-    for impl in ("reference", "xla"):
+    for impl, form in (("reference", "short"), ("xla", "short"), ("xla", "long")):
+        xla_form(monkeypatch, form, block=8)
         whole = xsa_kernels.attention(x["q"], x["k"], x["v"], mask=mask, xsa=xsa_kernels.Projection(), impl=impl)
         for t in (1, 22):
             tail = xsa_kernels.attention(

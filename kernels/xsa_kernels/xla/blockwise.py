@@ -1,4 +1,4 @@
-"""Attention in plain XLA, block by block: a T x S matrix never exists, and a block that the mask hides is never visited.
+"""Attention in plain XLA for long sequences, block by block: a T x S matrix never exists, and a hidden block is never visited.
 
 The method is FlashAttention's (arXiv 2205.14135): forward, an online softmax over key blocks; backward, the weights once more
 from q, k and the saved log-sum-exp. One `lax.scan` runs over the list of (query block, key block) pairs that positions leave
@@ -7,6 +7,7 @@ visible, so that causal and windowed masks cost what they show.
 Axes beside the package's: N query blocks of t rows, M key blocks of s columns.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ from jax import lax
 from xsa_kernels.backend import Gradients, Outputs, RowGradients
 from xsa_kernels.reference import group
 from xsa_kernels.request import Request
-from xsa_kernels.spec import LOWEST, visible
+from xsa_kernels.spec import LOWEST
+from xsa_kernels.xla.tile import Tile, dot, drops_diagonal, make_tile
 
 BLOCK = 512
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # the sums that a scan over pairs of blocks adds to
@@ -35,13 +37,14 @@ def forward(request: Request, keeps_diagonal_BKT: jax.Array | None) -> tuple[jax
     def step(carry: Carry, pair: Any) -> tuple[Carry, None]:
         acc_NBKGtE, m_NBKGt, l_NBKGt = carry
         i, j = pair
-        s_BKGts = jnp.where(grid.seen(i, j), grid.scores(q_NBKGtE[i], k_MBKsE[j]), -jnp.inf)
+        tile = grid.tile(i, j)
+        s_BKGts = tile.masked(tile.scores(q_NBKGtE[i], k_MBKsE[j]), -jnp.inf)
         m_old = m_NBKGt[i]
         m_new = jnp.maximum(m_old, s_BKGts.max(-1))
         p_BKGts = jnp.exp(s_BKGts - m_new[..., None])
         shrink = jnp.exp(m_old - m_new)
-        p_narrow = grid.without_diagonal(p_BKGts, i, j).astype(v_BSKE.dtype)
-        acc = acc_NBKGtE[i] * shrink[..., None] + _dot("BKGts,BKsE->BKGtE", p_narrow, v_MBKsE[j])
+        p_narrow = tile.without_diagonal(p_BKGts).astype(v_BSKE.dtype)
+        acc = acc_NBKGtE[i] * shrink[..., None] + dot("BKGts,BKsE->BKGtE", p_narrow, v_MBKsE[j])
         carry = (
             acc_NBKGtE.at[i].set(acc),
             m_NBKGt.at[i].set(m_new),
@@ -59,8 +62,7 @@ def forward(request: Request, keeps_diagonal_BKT: jax.Array | None) -> tuple[jax
 
 def backward_main(request: Request, outputs: Outputs, rows: RowGradients) -> Gradients:
     """See `backend.BackwardMain`."""
-    settings, q_BTHE, wide = request.settings, request.q_BTHE, outputs.lse_BHT.dtype
-    narrow = q_BTHE.dtype
+    q_BTHE, wide, narrow = request.q_BTHE, outputs.lse_BHT.dtype, request.q_BTHE.dtype
     grid = BlockGrid(request, rows.keeps_diagonal_BKT)
     q_NBKGtE, dy_NBKGtE = grid.queries(q_BTHE), grid.queries(rows.dy_BTHE)
     k_MBKsE, v_MBKsE = grid.keys(request.k_BSKE), grid.keys(request.v_BSKE)
@@ -69,20 +71,8 @@ def backward_main(request: Request, outputs: Outputs, rows: RowGradients) -> Gra
     def step(carry: Carry, pair: Any) -> tuple[Carry, None]:
         dq_NBKGtE, dk_MBKsE, dv_MBKsE = carry
         i, j = pair
-        q, k, v, dy = q_NBKGtE[i], k_MBKsE[j], v_MBKsE[j], dy_NBKGtE[i]
-        s_BKGts = grid.scores(q, k)
-        p_BKGts = jnp.where(grid.seen(i, j), jnp.exp(s_BKGts - lse_NBKGt1[i]), 0)
-        dp_BKGts = grid.without_diagonal(_dot("BKGtE,BKsE->BKGts", dy, v), i, j)
-        ds_BKGts = p_BKGts * (dp_BKGts - delta_NBKGt1[i])
-        if settings.softcap is not None:
-            ds_BKGts *= 1 - (s_BKGts / settings.softcap) ** 2
-        ds_BKGts = (ds_BKGts * settings.scale).astype(narrow)
-        p_narrow = grid.without_diagonal(p_BKGts, i, j).astype(narrow)
-        carry = (
-            dq_NBKGtE.at[i].add(_dot("BKGts,BKsE->BKGtE", ds_BKGts, k)),
-            dk_MBKsE.at[j].add(_dot("BKGts,BKGtE->BKsE", ds_BKGts, q)),
-            dv_MBKsE.at[j].add(_dot("BKGts,BKGtE->BKsE", p_narrow, dy)),
-        )
+        dq, dk, dv = grid.tile(i, j).backward(q_NBKGtE[i], k_MBKsE[j], v_MBKsE[j], dy_NBKGtE[i], lse_NBKGt1[i], delta_NBKGt1[i])
+        carry = (dq_NBKGtE.at[i].add(dq), dk_MBKsE.at[j].add(dk), dv_MBKsE.at[j].add(dv))
         return carry, None
 
     dv_MBKsE = jnp.zeros(v_MBKsE.shape, wide) if rows.dv_start_BTKE is None else grid.keys(rows.dv_start_BTKE)
@@ -96,7 +86,7 @@ class BlockGrid:
     """How one request is cut into blocks, and what a query block sees of a key block."""
 
     def __init__(self, request: Request, keeps_diagonal_BKT: jax.Array | None) -> None:
-        self.settings = request.settings
+        self.request = request
         (self.T, self.S), self.K = (x.shape[1] for x in (request.q_BTHE, request.k_BSKE)), request.k_BSKE.shape[2]
         self.t, self.s = min(BLOCK, self.T), min(BLOCK, self.S)
         self.pairs = self._visible_pairs()
@@ -104,12 +94,12 @@ class BlockGrid:
         if request.segment_ids_BS is not None:
             self.ids = _cut(request.segment_ids_BS[:, self.S - self.T :], self.t), _cut(request.segment_ids_BS, self.s)
         self.drops_diagonal_NBtK = None
-        if keeps_diagonal_BKT is not None:
-            self.drops_diagonal_NBtK = _cut(jnp.logical_not(keeps_diagonal_BKT).swapaxes(1, 2), self.t)
+        if (drops_BKT := drops_diagonal(keeps_diagonal_BKT)) is not None:
+            self.drops_diagonal_NBtK = _cut(drops_BKT.swapaxes(1, 2), self.t)
 
     def _visible_pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """The (query block, key block) pairs in which positions leave something visible."""
-        causal, window = self.settings.causal, self.settings.window
+        causal, window = self.request.settings.causal, self.request.settings.window
         N, M = -(-self.T // self.t), -(-self.S // self.s)
         i, j = np.divmod(np.arange(N * M, dtype=np.int32), M)
         # The most and the least that a key of block j can be ahead of a query of block i.
@@ -138,32 +128,15 @@ class BlockGrid:
         M, B, K, s, E = x_MBKsE.shape
         return x_MBKsE.transpose(1, 0, 3, 2, 4).reshape(B, M * s, K, E)[:, : self.S]
 
-    def scores(self, q_BKGtE: jax.Array, k_BKsE: jax.Array) -> jax.Array:
-        softcap = self.settings.softcap
-        s_BKGts = _dot("BKGtE,BKsE->BKGts", q_BKGtE, k_BKsE) * self.settings.scale
-        return s_BKGts if softcap is None else softcap * jnp.tanh(s_BKGts / softcap)
-
-    def positions(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The tokens of query block i as a column [t, 1], and those of key block j as a row [s]."""
-        return (self.S - self.T + i * self.t + jnp.arange(self.t))[:, None], j * self.s + jnp.arange(self.s)
-
-    def seen(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """What query block i sees of key block j: bool, broadcasts to [B, K, G, t, s]."""
-        q_position, k_position = self.positions(i, j)
-        seen, is_key = visible(self.settings, q_position, k_position), k_position < self.S
-        seen = is_key if seen is None else seen & is_key
-        if self.ids is None:
-            return seen
-        q_ids_NBt, k_ids_MBs = self.ids
-        return (seen & (q_ids_NBt[i][:, :, None] == k_ids_MBs[j][:, None, :]))[:, None, None]
-
-    def without_diagonal(self, x_BKGts: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """x with 0 where a query that drops its diagonal meets its own key."""
-        if self.drops_diagonal_NBtK is None:
-            return x_BKGts
-        q_position, k_position = self.positions(i, j)
-        drops_BKt1 = self.drops_diagonal_NBtK[i].transpose(0, 2, 1)[..., None]
-        return jnp.where((drops_BKt1 & (q_position == k_position))[:, :, None], 0, x_BKGts)
+    def tile(self, i: jax.Array, j: jax.Array) -> Tile:
+        """Query block i against key block j."""
+        k_position_s = j * self.s + jnp.arange(self.s)
+        ids = None if self.ids is None else (self.ids[0][i], self.ids[1][j])
+        drops_BKt = None if self.drops_diagonal_NBtK is None else self.drops_diagonal_NBtK[i].swapaxes(1, 2)
+        q_position_t = self.S - self.T + i * self.t + jnp.arange(self.t)
+        tile = make_tile(self.request, q_position_t, k_position_s, ids, drops_BKt)
+        is_key = k_position_s < self.S
+        return dataclasses.replace(tile, seen=is_key if tile.seen is None else tile.seen & is_key)
 
 
 def _cut(x_BT: jax.Array, size: int) -> jax.Array:
@@ -172,7 +145,3 @@ def _cut(x_BT: jax.Array, size: int) -> jax.Array:
     N = -(-T // size)
     x_BT = jnp.pad(x_BT, [(0, 0), (0, N * size - T), *[(0, 0)] * len(rest)])
     return jnp.moveaxis(x_BT.reshape(B, N, size, *rest), 1, 0)
-
-
-def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
