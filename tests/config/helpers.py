@@ -28,7 +28,7 @@ OTHER = {
     "seed": 1,
     "model.vocab_size": 64, "model.num_layers": 3, "model.d_model": 36, "model.d_ff": 50, "model.mlp": "swiglu",
     "model.norm": "rmsnorm", "model.embed_norm": False, "model.tie_embeddings": False, "model.logit_softcap": 30.0,
-    "model.dropout": 0.1, "model.dtype": "bfloat16", "model.remat": "full",
+    "model.dropout": 0.1, "model.dtype": "bfloat16", "model.remat": "full", "model.scan_unroll": 2,
     "attention.kind": "xsa", "attention.impl": "reference", "attention.num_heads": 6, "attention.num_kv_heads": 1,
     "attention.head_dim": 8, "attention.rope_theta": 5e5, "attention.qk_norm": True, "attention.window": 4,
     "attention.logit_softcap": 50.0, "attention.sinks": True, "attention.value_residual": True,

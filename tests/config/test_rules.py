@@ -24,9 +24,10 @@ pytestmark = pytest.mark.fast
 
 MAY_CHANGE_ON_RESUME = {
     "attention.impl", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every", "data.path", "data.workers",
-    "eval.every", "eval.tokens", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "train.log_every", "train.loss_chunk",
+    "eval.every", "eval.tokens", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "model.scan_unroll",
+    "train.log_every", "train.loss_chunk",
 }  # fmt: skip
-MAY_CHANGE_AROUND_WEIGHTS = {"attention.impl", "model.dropout", "model.dtype", "model.remat"}
+MAY_CHANGE_AROUND_WEIGHTS = {"attention.impl", "model.dropout", "model.dtype", "model.remat", "model.scan_unroll"}
 
 
 def _changed(name: str) -> Config:
@@ -54,7 +55,7 @@ def test_what_may_change_between_a_run_and_its_continuation(name):
 
 MAY_DIFFER_IN_COMPARISONS = {
     "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every", "data.path", "data.workers", "eval.every", "eval.tokens",
-    "train.log_every", *(name for name in FIELDS if name.startswith("attention.")),
+    "model.scan_unroll", "train.log_every", *(name for name in FIELDS if name.startswith("attention.")),
 }  # fmt: skip
 
 

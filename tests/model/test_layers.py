@@ -98,6 +98,29 @@ def test_dropout():
     assert layers.dropout(x.astype(jnp.bfloat16), 0.25, key).dtype == jnp.bfloat16
 
 
+def test_linear_is_the_product_over_the_input_axes():
+    rng = np.random.default_rng(0)
+    x_BTHE, weight_HEDF = rng.normal(size=(2, 3, 4, 5)).astype(np.float32), rng.normal(size=(4, 5, 6, 7)).astype(np.float32)
+    expected = np.einsum("bthe,hedf->btdf", x_BTHE, weight_HEDF)
+    np.testing.assert_allclose(layers.linear(x_BTHE, jnp.array(weight_HEDF), num_input_axes=2), expected, atol=1e-5)
+    narrow = layers.linear(jnp.array(x_BTHE, jnp.bfloat16), jnp.array(weight_HEDF[0]))
+    assert narrow.dtype == jnp.bfloat16
+    assert narrow.shape == (2, 3, 4, 6, 7)
+
+
+@pytest.mark.parametrize(("ours", "jaxs"), [(layers.gelu, jax.nn.gelu), (layers.silu, jax.nn.silu)], ids=["gelu", "silu"])
+def test_activations_have_the_derivatives_of_jaxs(ours, jaxs):
+    x = jnp.concatenate([jnp.linspace(-12, 12, 1001), jnp.array([-1e4, 1e4])])
+    np.testing.assert_array_equal(ours(x), jaxs(x))
+    for order in (1, 2):
+        mine, theirs = ours, jaxs
+        for _ in range(order):
+            mine, theirs = (jax.grad(lambda x, f=f: jnp.sum(f(x))) for f in (mine, theirs))
+        np.testing.assert_allclose(mine(x), theirs(x), atol=2e-6)
+    residuals = jax.tree.leaves(jax.vjp(ours, x)[1])
+    assert [leaf.shape for leaf in residuals] == [x.shape]  # the backward pass keeps one number per element
+
+
 def test_fresh_weights():
     """Fan-in variance, the two residual outputs smaller by sqrt(2 L), constants where they must start."""
     overrides = {

@@ -12,7 +12,7 @@ from tests.helpers import assembled, assert_trees_close, assert_trees_equal, mod
 from xsa_jax.config import Config
 from xsa_jax.errors import ConfigError
 from xsa_jax.model import layers
-from xsa_jax.model.transformer import Model, Params
+from xsa_jax.model.transformer import Model, Params, build
 from xsa_jax.train.loss import loss_sums
 
 XSA: dict[str, Any] = {"attention.kind": "xsa"}
@@ -137,7 +137,7 @@ def test_the_gate_learns_from_its_start_at_zero():
 
 
 def test_remat_changes_memory_and_nothing_else():
-    shape = {"model.num_layers": 6, "data.seq_len": 64, "model.d_ff": 256} | XSA
+    shape = {"model.num_layers": 12, "data.seq_len": 64, "model.d_ff": 256} | XSA
     batch = random_batch(tiny_config(shape), documents=2)
     results, temporary = {}, {}
     for policy in ("none", "full", "dots", "attention"):
@@ -157,9 +157,34 @@ def test_remat_changes_memory_and_nothing_else():
 @pytest.mark.parametrize("pattern", ["all", "every:4"])
 def test_the_program_does_not_grow_with_depth(pattern):
     shallow, deep = (
-        len(_lowered_step(tiny_config(XSA | {"attention.xsa.layers": pattern, "model.num_layers": depth}))) for depth in (4, 32)
+        len(_lowered_step(tiny_config(XSA | {"attention.xsa.layers": pattern, "model.num_layers": depth}))) for depth in (9, 32)
     )
     assert deep <= 1.02 * shallow
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("scan_unroll", "num_layers", "remat", "platform", "expected"),
+    [(0, 8, "none", "cpu", 8), (0, 8, "full", "cpu", 1), (0, 9, "none", "cpu", 1), (0, 8, "none", "tpu", 1),
+     (0, 8, "none", None, 1), (3, 8, "none", "tpu", 3), (3, 2, "dots", "cpu", 2)],
+)  # fmt: skip
+def test_layers_per_iteration(scan_unroll, num_layers, remat, platform, expected):
+    config = tiny_config({"model.scan_unroll": scan_unroll, "model.num_layers": num_layers, "model.remat": remat})
+    assert build(config.model, config.attention, platform).unroll == expected
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"attention.xsa.layers": "every:2", "model.dropout": 0.2, "attention.value_residual": True}]
+)
+def test_an_unrolled_model_computes_what_a_loop_computes(overrides):
+    shape = XSA | {"model.num_layers": 3} | overrides
+    batch, results = random_batch(tiny_config(), documents=2), []
+    for unroll in (1, 2, 3):
+        model = model_of(tiny_config(shape | {"model.scan_unroll": unroll}))
+        loss = lambda params, model=model: loss_sums(model.bind(params), batch, 8, jax.random.key(1)).nll  # noqa: E731
+        results.append(jax.jit(jax.value_and_grad(loss))(random_params(model)))
+    for other in results[1:]:
+        assert_trees_close(other, results[0], 1e-5)
 
 
 def test_dropout_follows_its_key():

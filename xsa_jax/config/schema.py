@@ -65,6 +65,10 @@ class ModelConfig:
         "none", "recomputed in the backward pass: `none`, `dots` (all but matmuls), `attention` (all but attention), `full`",
         may_change=True, keeps_weights=True,
     )  # fmt: skip
+    scan_unroll: int = field(
+        0, "layers per iteration of the loop over layers; 0 = on a CPU all, if at most 8 and `remat` is `none`; otherwise 1",
+        least=0, may_change=True, may_differ=True, keeps_weights=True, before=1,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

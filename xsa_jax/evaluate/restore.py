@@ -13,7 +13,7 @@ from xsa_jax.data.loader import Loader
 from xsa_jax.data.store import TokenStore
 from xsa_jax.errors import UserError
 from xsa_jax.model.transformer import Model, Params, build
-from xsa_jax.parallel.mesh import make_evaluation_mesh
+from xsa_jax.parallel.mesh import make_evaluation_mesh, platform
 from xsa_jax.train.checkpoint import Checkpoints
 from xsa_jax.train.state import abstract_params
 
@@ -77,7 +77,7 @@ def restore(run: pathlib.Path, step: int | None = None, store: str | None = None
         tokens = _open_store(store, config.data.path, run)
         _check_tokenizer(tokens, loader_state, run)
         mesh = make_evaluation_mesh(config.model.d_model, jax.devices())
-        model = build(config.model, dataclasses.replace(config.attention, impl="auto"))
+        model = build(config.model, dataclasses.replace(config.attention, impl="auto"), platform(mesh))
         params = checkpoints.restore_params(model, abstract_params(model, mesh), step)
         return Restored(step, config, model, params, mesh, tokens)
 

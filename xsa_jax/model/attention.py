@@ -70,9 +70,7 @@ class Attention(nnx.Module):
           The addition to the residual stream [B, T, D], the values of layer 0, and the statistics of the probe.
         """
         config, dtype = self.config, x_BTD.dtype
-        q_BTHE = jnp.einsum("BTD,DHE->BTHE", x_BTD, self.q[...].astype(dtype))
-        k_BTKE = jnp.einsum("BTD,DKE->BTKE", x_BTD, self.k[...].astype(dtype))
-        v_BTKE = jnp.einsum("BTD,DKE->BTKE", x_BTD, self.v[...].astype(dtype))
+        q_BTHE, k_BTKE, v_BTKE = (layers.linear(x_BTD, weight[...]) for weight in (self.q, self.k, self.v))
         if config.qk_norm:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         q_BTHE, k_BTKE = layers.rotate(q_BTHE, context.phases), layers.rotate(k_BTKE, context.phases)
@@ -103,7 +101,7 @@ class Attention(nnx.Module):
         stats = {}
         if context.probe is not None:
             stats = context.probe(q_BTHE, k_BTKE, v_BTKE, z_BTHE, mask=mask, sinks_H=sinks_H, softcap=softcap)
-        return jnp.einsum("BTHE,HED->BTD", z_BTHE, self.out[...].astype(dtype)), v_first_BTKE, stats
+        return layers.linear(z_BTHE, self.out[...], num_input_axes=2), v_first_BTKE, stats
 
     def _projection(self) -> xsa_kernels.Projection:
         xsa = self.config.xsa

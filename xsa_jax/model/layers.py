@@ -1,6 +1,7 @@
 """The basic layers of the decoder: parameters with logical axes, norms, feed-forward, rotary embedding, dropout."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,17 @@ def residual_std(fan_in: int, num_layers: int) -> float:
     return fan_in_std(fan_in) / math.sqrt(2 * num_layers)
 
 
+def linear(x: Array, weight: Array, num_input_axes: int = 1) -> Array:
+    """x [..., *inputs] times weight [*inputs, *outputs], in the type of x; `num_input_axes` is the number of input axes.
+
+    Both operands of the product are flat matrices. With more axes the gradient of the weight costs a CPU two transposed copies.
+    """
+    inputs, outputs = weight.shape[:num_input_axes], weight.shape[num_input_axes:]
+    batch = x.shape[: x.ndim - num_input_axes]
+    flat = weight.astype(x.dtype).reshape(math.prod(inputs), math.prod(outputs))
+    return (x.reshape(-1, math.prod(inputs)) @ flat).reshape(*batch, *outputs)
+
+
 class Norm(nnx.Module):
     """LayerNorm or RMSNorm over the last axis, with a scale and no bias. Statistics are float32."""
 
@@ -50,6 +62,32 @@ class Norm(nnx.Module):
         return (y * self.scale[...]).astype(x.dtype)
 
 
+def _with_derivative(function: Callable[[Array], Array], derivative: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """An elementwise function of which the backward pass keeps one number per element, its derivative.
+
+    Without it a scan over layers stacks each intermediate value of the derivative's formula, which on a CPU costs more than the
+    arithmetic.
+    """
+    wrapped = jax.custom_jvp(lambda x: function(x))
+    wrapped.defjvp(lambda primals, tangents: (wrapped(*primals), derivative(*primals) * tangents[0]))
+    return wrapped
+
+
+def _gelu_derivative(x: Array) -> Array:
+    c = math.sqrt(2 / math.pi)
+    t = jnp.tanh(c * (x + 0.044715 * x**3))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x**2)
+
+
+def _silu_derivative(x: Array) -> Array:
+    s = jax.nn.sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+gelu = _with_derivative(jax.nn.gelu, _gelu_derivative)  # the tanh approximation (arXiv 1606.08415)
+silu = _with_derivative(jax.nn.silu, _silu_derivative)
+
+
 class MLP(nnx.Module):
     """The feed-forward: GELU(x W) W', or SwiGLU (SiLU(x G) * x W) W'."""
 
@@ -63,13 +101,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: Array) -> Array:
         """The output [B, T, D], in the type of x_BTD."""
-        dtype = x_BTD.dtype
-        h_BTF = x_BTD @ self.up[...].astype(dtype)
-        if self.kind == "swiglu":
-            h_BTF = jax.nn.silu(x_BTD @ self.gate[...].astype(dtype)) * h_BTF
-        else:
-            h_BTF = jax.nn.gelu(h_BTF)
-        return h_BTF @ self.down[...].astype(dtype)
+        h_BTF = linear(x_BTD, self.up[...])
+        h_BTF = silu(linear(x_BTD, self.gate[...])) * h_BTF if self.kind == "swiglu" else gelu(h_BTF)
+        return linear(h_BTF, self.down[...])
 
 
 def positions(segment_ids_BT: Array) -> Array:

@@ -47,10 +47,11 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """A decoder-only language model. Parameters are float32, and activations have the type `config.dtype`."""
 
-    def __init__(self, config: ModelConfig, attention: AttentionConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, attention: AttentionConfig, unroll: int, *, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.d_model
         self.config = config
         self.attention = attention
+        self.unroll = unroll
         self.embed = layers.matrix(rngs, (V, D), ("vocab", "embed"), 0.02)
         if config.embed_norm:
             self.embed_norm = layers.Norm(config.norm, D)
@@ -118,9 +119,11 @@ class Transformer(nnx.Module):
             x_BTD, v_first_BTKE, stats = block(x_BTD, v_first_BTKE, layer, context)
             return (x_BTD, v_first_BTKE), stats
 
-        body = _REMAT[config.remat](body)
+        if config.remat != "none":
+            # A loop already keeps the compiler from merging the recomputation with the forward pass.
+            body = jax.checkpoint(body, policy=_REMAT[config.remat], prevent_cse=self.unroll == config.num_layers)
         layer_L = jnp.arange(config.num_layers, dtype=jnp.int32)
-        (x_BTD, _), stats = jax.lax.scan(body, (x_BTD, v_first_BTKE), (stacked, layer_L))
+        (x_BTD, _), stats = jax.lax.scan(body, (x_BTD, v_first_BTKE), (stacked, layer_L), unroll=self.unroll)
         return self.final_norm(x_BTD), stats
 
     @property
@@ -130,7 +133,10 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """Float32 logits [..., V] of a hidden state [..., D], with the soft cap of `config.logit_softcap`."""
-        logits = jnp.matmul(hidden, self.unembedding_DV.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        D, V = self.config.d_model, self.config.vocab_size
+        unembedding_DV = self.unembedding_DV.astype(hidden.dtype)
+        logits = jnp.matmul(hidden.reshape(-1, D), unembedding_DV, preferred_element_type=jnp.float32)
+        logits = logits.reshape(*hidden.shape[:-1], V)
         cap = self.config.logit_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
 
@@ -141,33 +147,42 @@ class Model:
 
     config: ModelConfig
     attention: AttentionConfig
+    unroll: int  # number of layers in one iteration of the scan
     graphdef: nnx.GraphDef
     abstract_params: Params  # ShapeDtypeStructs
     axes: dict[str, Any]  # logical axes of each parameter, in a tree of the same structure
 
     def init(self, key: Array) -> Params:
         """Initial float32 parameters. The same key gives SA and XSA the same weights."""
-        return nnx.to_pure_dict(nnx.state(_transformer(self.config, self.attention, key)))
+        return nnx.to_pure_dict(nnx.state(_transformer(self.config, self.attention, self.unroll, key)))
 
     def bind(self, params: Params) -> Transformer:
         """The decoder with these weights."""
         return nnx.merge(self.graphdef, params)
 
 
-def build(config: ModelConfig, attention: AttentionConfig) -> Model:
+def build(config: ModelConfig, attention: AttentionConfig, platform: str | None = None) -> Model:
     """Describes a decoder without allocating its weights.
+
+    Args:
+      config: the `model` group of the config.
+      attention: the `attention` group of the config.
+      platform: platform of the devices that run the decoder, for `model.scan_unroll=0`; None: unknown.
 
     Raises:
       ConfigError: `attention.xsa.layers` is invalid for this number of layers.
     """
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: _transformer(config, attention, jax.random.key(0))))
+    # Unrolled, XLA for CPUs computes the recomputation of model.remat early, and saves no memory.
+    unrolls = platform == "cpu" and config.remat == "none" and config.num_layers <= 8
+    unroll = min(config.scan_unroll, config.num_layers) or (config.num_layers if unrolls else 1)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: _transformer(config, attention, unroll, jax.random.key(0))))
     params = nnx.to_pure_dict(state)
     axes = nnx.to_pure_dict(jax.tree.map(_axes, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
-    return Model(config, attention, graphdef, params, axes)
+    return Model(config, attention, unroll, graphdef, params, axes)
 
 
-def _transformer(config: ModelConfig, attention: AttentionConfig, key: Array) -> Transformer:
-    return Transformer(config, attention, rngs=nnx.Rngs(params=key))
+def _transformer(config: ModelConfig, attention: AttentionConfig, unroll: int, key: Array) -> Transformer:
+    return Transformer(config, attention, unroll, rngs=nnx.Rngs(params=key))
 
 
 def _axes(variable: nnx.Variable) -> Axes:
@@ -175,15 +190,9 @@ def _axes(variable: nnx.Variable) -> Axes:
     return ("layers",) * stacked + variable.axes
 
 
-def _checkpointed(policy):
-    # prevent_cse=False: the scan already keeps the compiler from merging the recomputation with the forward pass.
-    return lambda body: jax.checkpoint(body, policy=policy, prevent_cse=False)
-
-
 # By model.remat: which activations of a layer are stored for the backward pass. It recomputes the others.
 _REMAT = {
-    "none": lambda body: body,
-    "full": _checkpointed(jax.checkpoint_policies.nothing_saveable),
-    "dots": _checkpointed(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
-    "attention": _checkpointed(jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse", "attention_c")),
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse", "attention_c"),
 }

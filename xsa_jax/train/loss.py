@@ -50,22 +50,26 @@ def token_nll(transformer: Transformer, hidden_BTD: Array, targets_BT: Array, ch
     logits [B, T, V] would be the largest array of the step.
     """
     B, T, _ = hidden_BTD.shape
-    chunk = min(chunk, T)
+
+    def nll(hidden_BCD: Array, targets_BC: Array) -> tuple[Array, Array]:
+        logits_BCV = transformer.logits(hidden_BCD)
+        logz_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+        # A sum over a mask, not an index: its gradient is elementwise, where that of an index is a scatter.
+        is_target_BCV = jnp.arange(logits_BCV.shape[-1]) == targets_BC[..., None]
+        picked_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0), axis=-1)
+        return logz_BC - picked_BC, logz_BC
+
+    if chunk >= T:
+        return nll(hidden_BTD, targets_BT)
     padding = -T % chunk
 
     def in_chunks(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
 
-    @jax.checkpoint
-    def body(_, scanned):
-        hidden_BCD, targets_BC = scanned
-        logits_BCV = transformer.logits(hidden_BCD)
-        logz_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-        picked_BC = jnp.take_along_axis(logits_BCV, targets_BC[..., None], axis=-1)[..., 0]
-        return None, (logz_BC - picked_BC, logz_BC)
-
-    _, chunks = jax.lax.scan(body, None, (in_chunks(hidden_BTD), in_chunks(targets_BT)))
+    _, chunks = jax.lax.scan(
+        lambda _, scanned: (None, jax.checkpoint(nll)(*scanned)), None, (in_chunks(hidden_BTD), in_chunks(targets_BT))
+    )
     nll_BT, logz_BT = (jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in chunks)
     return nll_BT, logz_BT
 

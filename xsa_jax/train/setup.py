@@ -86,7 +86,7 @@ def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Set
     mesh = make_mesh(config.mesh, config.data.batch_size, jax.devices() if devices is None else devices)
     isolate = config.data.documents == "isolate"
     check_implementation(config.model, config.attention, segments=isolate, seq_len=config.data.seq_len, platform=platform(mesh))
-    model = build(config.model, config.attention)
+    model = build(config.model, config.attention, platform(mesh))
     lr = optim.schedule(config.optim, config.train.num_steps)
     tx = optim.optimizer(config.optim, config.train.num_steps, model.axes)
     abstract = abstract_state(model, tx, mesh)
