@@ -121,6 +121,14 @@ def test_activations_have_the_derivatives_of_jaxs(ours, jaxs):
     assert [leaf.shape for leaf in residuals] == [x.shape]  # the backward pass keeps one number per element
 
 
+@pytest.mark.parametrize(("V", "D", "scale"), [(50304, 1536, 0.1762), (260, 128, 1.0), (260, 256, 0.543)])
+def test_scale_of_a_tied_head(V, D, scale):
+    """The own token's logit, the scale times 0.02 D, is ln(V) / 2 at most."""
+    assert layers.tied_head_scale(V, D, 0.02) == pytest.approx(scale, abs=1e-3)
+    params = model_of(tiny_config({"model.vocab_size": V, "model.d_model": D})).init(jax.random.key(0))
+    np.testing.assert_allclose(params["final_norm"]["scale"], scale, atol=1e-3)
+
+
 def test_fresh_weights():
     """Fan-in variance, the two residual outputs smaller by sqrt(2 L), constants where they must start."""
     overrides = {
@@ -131,7 +139,7 @@ def test_fresh_weights():
     D, F, HE, L = 32, 48, 24, 8
     attention, mlp = params["blocks"]["attention"], params["blocks"]["mlp"]
     deviations = {
-        "embed": (params["embed"], 0.02), "unembed": (params["unembed"], 0.02),
+        "embed": (params["embed"], 0.02), "unembed": (params["unembed"], 1 / D),
         "q": (attention["q"], D**-0.5), "k": (attention["k"], D**-0.5), "v": (attention["v"], D**-0.5),
         "out": (attention["out"], (2 * L * HE) ** -0.5),
         "up": (mlp["up"], D**-0.5), "gate": (mlp["gate"], D**-0.5), "down": (mlp["down"], (2 * L * F) ** -0.5),

@@ -19,6 +19,8 @@ from xsa_jax.parallel.mesh import Axes, attention_sharding, constrain
 Array = jax.Array
 Params = dict[str, Any]
 
+_EMBED_STD = 0.02  # GPT-2's
+
 
 class Block(nnx.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
@@ -52,7 +54,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.attention = attention
         self.unroll = unroll
-        self.embed = layers.matrix(rngs, (V, D), ("vocab", "embed"), 0.02)
+        self.embed = layers.matrix(rngs, (V, D), ("vocab", "embed"), _EMBED_STD)
         if config.embed_norm:
             self.embed_norm = layers.Norm(config.norm, D)
 
@@ -62,9 +64,11 @@ class Transformer(nnx.Module):
             return Block(config, attention, rngs=rngs)
 
         self.blocks = stack(rngs)
-        self.final_norm = layers.Norm(config.norm, D)
-        if not config.tie_embeddings:
-            self.unembed = layers.matrix(rngs, (D, V), ("embed", "vocab"), 0.02)
+        if config.tie_embeddings:
+            self.final_norm = layers.Norm(config.norm, D, start=layers.tied_head_scale(V, D, _EMBED_STD))
+        else:
+            self.final_norm = layers.Norm(config.norm, D)
+            self.unembed = layers.matrix(rngs, (D, V), ("embed", "vocab"), 1 / D)  # logits of 1 / sqrt(D), as in muP
 
     def __call__(
         self,
