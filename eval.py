@@ -48,7 +48,9 @@ def evaluate() -> None:
     from xsa_jax.evaluate import generate, loss, report
     from xsa_jax.evaluate.restore import restore
     from xsa_jax.evaluate.similarity import similarity
+    from xsa_jax.parallel.process import prepare_process
 
+    prepare_process()
     contexts = report.contexts(CONTEXTS.value)
     restored = restore(pathlib.Path(RUN.value), STEP.value, STORE.value)
     trained_context = restored.config.data.seq_len

@@ -29,9 +29,11 @@ def main(argv: list[str]) -> None:
             return
         if WORKDIR.value is None:
             raise UserError("--workdir: not given; name the folder of the run")
-        from xsa_jax.train.actions import log, save, validate  # imported once the config is valid: this starts jax
+        from xsa_jax.parallel.process import prepare_process  # imported once the config is valid: this starts jax
+        from xsa_jax.train.actions import log, save, validate
         from xsa_jax.train.loop import train
 
+        prepare_process()
         train(config, pathlib.Path(WORKDIR.value), (log, validate, save))
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -62,9 +62,11 @@ def ours(config: Any, weights: str, forward: bool) -> Callable[[int], float]:
     import jax
 
     from xsa_jax.parallel.mesh import put_batch
+    from xsa_jax.parallel.process import prepare_process
     from xsa_jax.train.loss import loss_sums
     from xsa_jax.train.setup import assemble
 
+    prepare_process()
     setup = assemble(config, jax.devices()[:1])
     state = setup.init_state()
     if not os.path.exists(weights):

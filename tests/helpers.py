@@ -119,4 +119,5 @@ def _paired(actual: Any, expected: Any) -> list[tuple[str, np.ndarray, np.ndarra
 def subprocess_env(devices: int = 1, **more: str) -> dict[str, str]:
     """The environment for another Python process: this repository importable, the CPU, and that many fake devices."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'kernels'}", **more}
+    ours = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'kernels'}"}
+    return {**os.environ, **ours, **more}

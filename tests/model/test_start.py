@@ -17,14 +17,14 @@ SHIPPED = [("smoke", ()), ("demo", ()), ("paper", ("0p7b",)), ("paper", ("1p3b",
 
 
 def _config(name: str, arguments: tuple[str, ...], *, tied: bool) -> Config:
-    """The shipped config with at most four layers, for two rows of 32 tokens."""
+    """The shipped config with at most three layers, for two rows of 32 tokens."""
     spec = importlib.util.spec_from_file_location(name, REPO / "configs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module: types.ModuleType = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     config = module.get_config(*arguments)
-    config.model.update(num_layers=min(4, config.model.num_layers), dtype="float32", remat="none", tie_embeddings=tied)
+    config.model.update(num_layers=min(3, config.model.num_layers), dtype="float32", remat="none", tie_embeddings=tied)
     config.attention.kind = "xsa"
     config.data.update(seq_len=32, batch_size=2)
     return from_config_dict(config)

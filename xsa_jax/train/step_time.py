@@ -23,6 +23,7 @@ from xsa_jax.config.stored import digest, from_stored
 from xsa_jax.errors import UserError
 from xsa_jax.files import write_json
 from xsa_jax.parallel.mesh import describe, put_batch
+from xsa_jax.parallel.process import prepare_process
 from xsa_jax.train.setup import Setup, assemble
 from xsa_jax.train.state import TrainState
 
@@ -123,6 +124,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--pairs", type=_positive, default=30, help="number of measured steps of each run (%(default)s)")
     parser.add_argument("--output", required=True, type=pathlib.Path, help="JSON file, for python -m xsa_jax.compare --step_times")
     args = parser.parse_args(argv)
+    prepare_process()
     try:
         result = measure(args.runs, args.pairs)
         args.output.parent.mkdir(parents=True, exist_ok=True)
