@@ -41,11 +41,11 @@ def keep_freed_memory() -> None:
 def keep_compiled_programs() -> None:
     """Makes jax keep compiled programs in a folder of the user's cache, so that the second start of a run compiles nothing.
 
-    JAX_COMPILATION_CACHE_DIR names another folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps none, as for every program that uses
-    jax. The folder is one for each kind of CPU, because programs for a CPU may use any of its instructions, and a home folder may be
-    shared by unlike machines.
+    JAX_COMPILATION_CACHE_DIR names another folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps none, as for every program that
+    uses jax. Each kind of CPU has a folder of its own, because a program for a CPU may use any of its instructions, and unlike
+    machines may share a home folder.
     """
-    if jax.config.jax_compilation_cache_dir is not None:  # the user's own
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "xsa_jax" / "compiled" / _kind_of_cpu()))

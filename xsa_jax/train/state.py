@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from xsa_jax.model.transformer import Model, Params
-from xsa_jax.parallel.mesh import Axes, sharding
+from xsa_jax.parallel.mesh import Axes, platform, sharding
 
 Array = jax.Array
 
@@ -57,7 +57,9 @@ def init_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh, seed:
       seed: random seed of the initial weights and of dropout.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx, mesh))
-    return jax.jit(lambda: _initial_state(model, tx, seed), out_shardings=shardings)()
+    # The generator of random numbers is a long program that runs once. A CPU's compiler takes three times as long to optimise it.
+    options = {"xla_backend_optimization_level": 1} if platform(mesh) == "cpu" else None
+    return jax.jit(lambda: _initial_state(model, tx, seed), out_shardings=shardings, compiler_options=options)()
 
 
 def _place(mesh: Mesh, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
