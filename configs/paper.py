@@ -7,7 +7,7 @@ Result: not yet measured.
 The paper (arXiv 2603.09078) states: 24, 24 and 32 layers, context 2048, about 0.5M tokens per step, 200K steps, AdamW with cosine
 decay, and a norm after the embedding. It does not state the rest. Here, width, heads, feed-forward and learning rates follow the
 GPT-3 models of similar size (arXiv 2005.14165, table 2.1), and the vocabulary is GPT-2's, padded to 50304. Warm-up, betas, weight
-decay, clipping and tied embeddings are our choice.
+decay, clipping, initialisation and tied embeddings are our choice.
 """
 
 from typing import TYPE_CHECKING, Any
