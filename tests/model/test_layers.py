@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import model_of, tiny_config
+from tests.helpers import mesh_of, model_of, tiny_config
 from xsa_jax.model import layers
 
 pytestmark = pytest.mark.fast
@@ -98,11 +98,24 @@ def test_dropout():
     assert layers.dropout(x.astype(jnp.bfloat16), 0.25, key).dtype == jnp.bfloat16
 
 
-def test_linear_is_the_product_over_the_input_axes():
+@pytest.mark.parametrize("on_cpu_mesh", [False, True])
+def test_linear_is_the_product_over_the_input_axes(on_cpu_mesh):
+    if on_cpu_mesh:
+        with jax.set_mesh(mesh_of(tiny_config())):
+            _check_linear(products=[2, 2])
+    else:
+        _check_linear(products=[4, 4])
+
+
+def _check_linear(products):
+    """`products`: the numbers of axes of the operands of the product."""
     rng = np.random.default_rng(0)
     x_BTHE, weight_HEDF = rng.normal(size=(2, 3, 4, 5)).astype(np.float32), rng.normal(size=(4, 5, 6, 7)).astype(np.float32)
     expected = np.einsum("bthe,hedf->btdf", x_BTHE, weight_HEDF)
     np.testing.assert_allclose(layers.linear(x_BTHE, jnp.array(weight_HEDF), num_input_axes=2), expected, atol=1e-5)
+    jaxpr = jax.make_jaxpr(lambda x, w: layers.linear(x, w, num_input_axes=2))(x_BTHE, weight_HEDF)
+    (product,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general")
+    assert [operand.aval.ndim for operand in product.invars] == products
     narrow = layers.linear(jnp.array(x_BTHE, jnp.bfloat16), jnp.array(weight_HEDF[0]))
     assert narrow.dtype == jnp.bfloat16
     assert narrow.shape == (2, 3, 4, 6, 7)

@@ -137,10 +137,7 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """Float32 logits [..., V] of a hidden state [..., D], with the soft cap of `config.logit_softcap`."""
-        D, V = self.config.d_model, self.config.vocab_size
-        unembedding_DV = self.unembedding_DV.astype(hidden.dtype)
-        logits = jnp.matmul(hidden.reshape(-1, D), unembedding_DV, preferred_element_type=jnp.float32)
-        logits = logits.reshape(*hidden.shape[:-1], V)
+        logits = layers.linear(hidden, self.unembedding_DV, dtype=jnp.float32)
         cap = self.config.logit_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
 

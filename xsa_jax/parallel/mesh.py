@@ -65,6 +65,12 @@ def platform(mesh: Mesh) -> str:
     return "gpu" if found in ("cuda", "rocm") else found
 
 
+def traced_for_cpu() -> bool:
+    """Whether the ambient mesh, of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`, is one of CPUs. False without a mesh."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "cpu"
+
+
 def describe(devices: Sequence[jax.Device]) -> str:
     """Devices in words, such as "8 x TPU v5 lite"."""
     return f"{len(devices)} x {devices[0].device_kind}"
