@@ -253,6 +253,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     cells = {(row["shape"], row["T"], row["pass"], row["contender"], row["kind"]): row for row in rows if "failed" not in row}
     lines = []
     for shape, length, which, contender in dict.fromkeys(key[:4] for key in cells if key[3] != "ours"):
+        if any((shape, length, which, contender, kind) not in cells for kind in ("sa", "xsa")):
+            continue  # one of the two failed; the long table says why
         sa, xsa = (cells[shape, length, which, contender, kind] for kind in ("sa", "xsa"))
         line: dict[str, Any] = {"shape": shape, "T": length, "pass": which, "ours over": contender}
         for kind, row in (("SA", sa), ("XSA", xsa)):

@@ -24,8 +24,7 @@ def keep_freed_memory() -> None:
     """Makes malloc keep freed memory for its next use, where jax has only the CPU.
 
     XLA allocates the temporary arrays of a program anew whenever it runs. glibc takes that much memory from the system each time,
-    page by page, and gives it back: 21,700 page faults and a third of the CPU time in a step of configs/demo.py. Other C libraries
-    are left as they are.
+    page by page, and gives it back. Other C libraries are left as they are.
     """
     if _has_accelerator_plugin() and os.environ.get("JAX_PLATFORMS") != "cpu":
         return

@@ -57,7 +57,7 @@ def init_state(model: Model, tx: optax.GradientTransformation, mesh: Mesh, seed:
       seed: random seed of the initial weights and of dropout.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx, mesh))
-    # The generator of random numbers is a long program that runs once. A CPU's compiler takes three times as long to optimise it.
+    # The generator of random numbers is a long program that runs once. A CPU's compiler takes longer to optimise it than it runs.
     options = {"xla_backend_optimization_level": 1} if platform(mesh) == "cpu" else None
     return jax.jit(lambda: _initial_state(model, tx, seed), out_shardings=shardings, compiler_options=options)()
 
