@@ -154,7 +154,7 @@ def theirs(config: Any, weights: str, forward: bool, compiled: bool) -> Callable
         for group in adamw.param_groups:
             group["lr"] = learning_rate(optim, config.train.num_steps, n)
         adamw.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
@@ -170,44 +170,54 @@ def learning_rate(optim: Any, num_steps: int, n: int) -> float:
 
 
 def worker(pipe: Any, contender: str, kind: str, shape: str, seq_len: int, forward: bool, weights: str) -> None:
-    """Answers each step number with (seconds, loss, peak memory in MB)."""
+    """Answers each step number, and first of all without being asked step 0, with (seconds, loss, peak memory in MB)."""
     import resource
 
     config = config_of(shape, seq_len, kind)
     try:
         step = ours(config, weights, forward) if contender == "ours" else theirs(config, weights, forward, contender == "compiled")
-        pipe.send(None)
-        while (n := pipe.recv()) is not None:
+        n: int | None = 0
+        while n is not None:
             start = time.perf_counter()
             loss = step(n)
             seconds = time.perf_counter() - start
             pipe.send((seconds, loss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+            n = pipe.recv()
     except Exception as error:  # no compiler, or no memory: the table says so
         pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}")
 
 
 class Contender:
-    """One process, which makes a step whenever it is told to."""
+    """One process, which starts by compiling and making step 0, and makes a step whenever it is told to."""
 
     def __init__(self, *arguments: Any):
         self._pipe, other = multiprocessing.get_context("spawn").Pipe()
         self._process = multiprocessing.get_context("spawn").Process(target=worker, args=(other, *arguments), daemon=True)
         self._process.start()
-        self.error: str | None = self._pipe.recv()
+        self.error: str | None = None
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.memory = 0.0
 
-    def step(self, n: int) -> None:
-        self._pipe.send(n)
+    def tell(self, n: int) -> None:
+        """Makes the process take step `n`, unless it has failed."""
+        if self.error is None:
+            self._pipe.send(n)
+
+    def answer(self) -> None:
+        """Waits for the end of the step."""
+        if self.error is not None:
+            return
         answer = self._pipe.recv()
         if isinstance(answer, str):
-            raise RuntimeError(answer)
+            self.error = answer
+            return
         seconds, loss, self.memory = answer
         self.seconds.append(seconds)
         self.losses.append(loss)
 
     def close(self) -> None:
+        """Ends the process."""
         if self.error is None:
             self._pipe.send(None)
         self._process.join()
@@ -217,14 +227,19 @@ def measure(shape: str, seq_len: int, forward: bool, contenders: list[str], pair
     """One row for each contender and kind."""
     with tempfile.TemporaryDirectory() as folder:
         started: dict[tuple[str, str], Contender] = {}
-        for kind in ("sa", "xsa"):
-            for name in contenders:
-                arguments = (name, kind, shape, seq_len, forward, f"{folder}/{kind}.npz")
-                started[name, kind] = Contender(*arguments)
-        running = {key: contender for key, contender in started.items() if contender.error is None}
-        for n in range(max(PROOF_STEPS, WARMUP + pairs)):
-            for contender in running.values():
-                contender.step(n)
+        for name in contenders:
+            for kind in ("sa", "xsa"):
+                started[name, kind] = Contender(name, kind, shape, seq_len, forward, f"{folder}/{kind}.npz")
+            if name == "ours":  # they write the weights that the others read
+                for contender in started.values():
+                    contender.answer()
+        for (name, _), contender in started.items():
+            if name != "ours":
+                contender.answer()
+        for n in range(1, max(PROOF_STEPS, WARMUP + pairs)):
+            for contender in started.values():
+                contender.tell(n)
+                contender.answer()
         for contender in started.values():
             contender.close()
     rows = []
