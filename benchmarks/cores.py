@@ -6,8 +6,8 @@
 next batch, and the time of the steps that directly follow a save, both over the median of the other steps.
 
 `two runs` lets two processes make `STEPS` steps each in three ways, which take turns: one process after the other, both at once,
-and both at once with each process bound to its half of the cores (`taskset`). The ratio is the time until both are done over that of
-one after the other, as the median over the turns, with its quartiles.
+and both at once with each process bound to its half of the cores (`taskset`). The ratio is the time until both are done over that
+of one after the other, as the median over the turns, with its quartiles.
 """
 
 import argparse

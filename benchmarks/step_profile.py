@@ -3,7 +3,7 @@
     python benchmarks/step_profile.py --shape 3M --length 256 --kind xsa
 
 One row for each kind of operation: milliseconds per step, as the sum over its executions, and for products GFLOP/s. Operations that
-do not depend on each other run side by side, so the rows add up to more than a step, and each of them looks slower than it is alone.
+do not depend on each other run side by side, so the rows add up to more than a step, and each looks slower than it is alone.
 """
 
 import argparse

@@ -34,6 +34,7 @@ SHAPES = {
 }
 PROOF_STEPS = 20
 WARMUP = 3
+PAUSE = 0.05  # seconds before each step, because PyTorch's threads go on spinning for some time after theirs
 
 
 def config_of(shape: str, seq_len: int, kind: str) -> Any:
@@ -238,6 +239,7 @@ def measure(shape: str, seq_len: int, forward: bool, contenders: list[str], pair
                 contender.answer()
         for n in range(1, max(PROOF_STEPS, WARMUP + pairs)):
             for contender in started.values():
+                time.sleep(PAUSE)
                 contender.tell(n)
                 contender.answer()
         for contender in started.values():
