@@ -23,6 +23,9 @@ SAMPLE_TOKENS = flags.DEFINE_integer("sample_tokens", None, "Number of tokens pe
 TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Sampling temperature; 0 takes the most likely token.", lower_bound=0.0)
 TOP_K = flags.DEFINE_integer("top_k", 0, "Number of most likely tokens to sample among; 0 = all.", lower_bound=0)
 SEED = flags.DEFINE_integer("seed", 0, "Random seed for sampling.", lower_bound=0)
+COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, where jax detects no cluster.")
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes; 1 turns the detection off.", lower_bound=1)
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, from 0.", lower_bound=0)
 OUTPUT = flags.DEFINE_string("output", None, "Path of the JSON file; RUN/eval/<step>.json by default.")
 
 
@@ -44,13 +47,26 @@ def evaluate() -> None:
     """
     if OUTPUT.value and not OUTPUT.value.endswith(".json"):
         raise UserError(f"--output={OUTPUT.value}: expected a name that ends in .json; the plot goes beside it as .png")
-    from xsa_jax.compare import plots  # imported once the flags are valid: these imports start jax
-    from xsa_jax.evaluate import generate, loss, report
-    from xsa_jax.evaluate.restore import restore
-    from xsa_jax.evaluate.similarity import similarity
+    from xsa_jax.parallel import distributed  # imported once the flags are valid: these imports take seconds
+    from xsa_jax.parallel.lifeline import Lifeline
     from xsa_jax.parallel.process import prepare_process
 
     prepare_process()
+    distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
+    with Lifeline():
+        distributed.only_first_prints()
+        measure()
+
+
+def measure() -> None:
+    """What `evaluate` does once this process has joined the others."""
+    import jax
+
+    from xsa_jax.compare import plots
+    from xsa_jax.evaluate import generate, loss, report
+    from xsa_jax.evaluate.restore import restore
+    from xsa_jax.evaluate.similarity import similarity
+
     contexts = report.contexts(CONTEXTS.value)
     restored = restore(pathlib.Path(RUN.value), STEP.value, STORE.value)
     trained_context = restored.config.data.seq_len
@@ -64,6 +80,8 @@ def evaluate() -> None:
         "similarity": similarity(restored.model, restored.params, probe_batch),
         "samples": samples,
     }
+    if jax.process_index():
+        return  # process 0 writes
     output = pathlib.Path(OUTPUT.value or f"{RUN.value}/eval/{restored.step}.json")
     plot = output.with_suffix(".png")
     report.write(result, output)

@@ -52,6 +52,7 @@ def test_it_continues_as_it_would_have(continued):
     stored = json.loads((continued / "xsa" / "config.json").read_text())
     assert stored.pop("version") == __version__
     assert stored["model"].pop("scan_unroll") == 0  # newer than the run
+    assert stored.pop("watchdog")
     assert stored == json.loads((FIXTURE / "xsa" / "config.json").read_text())
 
 

@@ -43,4 +43,5 @@ OTHER = {
     "eval.every": 5, "eval.tokens": 128,
     "checkpoint.every": 7, "checkpoint.keep_last": 3, "checkpoint.keep_every": 4,
     "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2,
+    "watchdog.start": 10.0, "watchdog.compile": 11.0, "watchdog.step": 12.0, "watchdog.save": 13.0, "watchdog.validation": 14.0,
 }  # fmt: skip

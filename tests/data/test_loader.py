@@ -160,34 +160,35 @@ def test_workers_change_nothing_and_end_with_the_iterator(store):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("count", [2, 4])
-def test_hosts_share_each_batch(store, count):
+@pytest.mark.parametrize("rows", [(0, 1), (2, 3), (1, 3), (0, 1, 2, 3), (2,)])
+def test_chosen_rows_are_those_rows_of_each_batch(store, rows):
+    """As two processes need them, each half of the batch, and also where a process has shards that are no neighbours."""
     alone = take(make(store, documents="isolate"), 20)
-    hosts = [take(make(store, documents="isolate", shard_index=host, shard_count=count), 20) for host in range(count)]
-    for step, batch in enumerate(alone):
-        for host in range(count):
-            assert_same([hosts[host][step]], [{name: array[host::count] for name, array in batch.items()}])
+    chosen = take(make(store, documents="isolate", rows=rows), 20)
+    assert_same(chosen, [{name: array[list(rows)] for name, array in batch.items()} for batch in alone])
+    assert_same(take(make(store, documents="isolate", rows=rows), 3, start=9), chosen[9:12])
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 6, 8, 33])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_pass_has_every_row_once_and_equal_steps_on_every_host(store, rows, count):
-    loaders = [make(store, max_rows=rows, shard_index=host, shard_count=count) for host in range(count)]
+    shares = [range(host * B // count, (host + 1) * B // count) for host in range(count)]
+    loaders = [make(store, max_rows=rows, rows=share) for share in shares]
     hosts = [list(loader.iterate()) for loader in loaders]
     assert {len(batches) for batches in hosts} == {loaders[0].num_batches} == {-(-rows // B)}
     for step in range(loaders[0].num_batches):
         found = row_numbers(batches[step] for batches in hosts)
         assert sorted(found) == list(range(step * B, min(step * B + B, rows)))
     assert all(batch["tokens"].shape[1] == T + 1 for batches in hosts for batch in batches)
-    assert all(len(batch["tokens"]) == loaders[0].local_batch_size for batches in hosts for batch in batches[:-1])
+    assert all(len(batch["tokens"]) == B // count for batches in hosts for batch in batches[:-1])
 
 
 @pytest.mark.fast
 def test_the_state_is_small_and_serves_any_number_of_hosts(store):
-    loader = make(store, shard_index=1, shard_count=2, workers=2)
+    loader = make(store, rows=(2, 3), workers=2)
     state = json.loads(json.dumps(loader.state(12345)))
     assert len(json.dumps(state)) < 300
-    assert make(store, shard_index=3, shard_count=4).check_state(state) == 12345
+    assert make(store, rows=(3,)).check_state(state) == 12345
 
 
 @pytest.mark.fast
@@ -229,9 +230,7 @@ def test_a_moved_store_is_the_same_store(store, tmp_path):
     ("change", "message"),
     [
         ({"seq_len": 141}, r"has 141 tokens; expected at least the 142 of one row of data\.seq_len=141"),
-        ({"batch_size": 3, "shard_count": 2}, r"data\.batch_size=3: expected a positive multiple of the 2 processes"),
         ({"batch_size": 0}, r"data\.batch_size=0"),
-        ({"shard_index": 2, "shard_count": 2}, r"shard_index=2: expected 0 to shard_count - 1 = 1"),
         ({"max_rows": 0}, "max_rows=0"),
     ],
 )

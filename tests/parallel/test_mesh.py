@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.helpers import mesh_of, model_of, tiny_config
 from xsa_jax.errors import ConfigError
-from xsa_jax.parallel.mesh import RULES, constrain, sharding
+from xsa_jax.parallel.mesh import RULES, batch_rows, batch_sharding, constrain, put_batch, sharding
 from xsa_jax.train.setup import assemble
 
 pytestmark = pytest.mark.fast
@@ -76,3 +77,15 @@ def test_constrain_pins_inside_a_mesh_and_does_nothing_outside():
         y = jax.jit(lambda x: constrain(x * 2, "batch", "mlp"))(x)
     assert y.sharding.is_equivalent_to(sharding(mesh, ("batch", "mlp"), (8, 4)), 2)
     assert not y.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("sizes", [{}, {"mesh.fsdp": 2, "mesh.tensor": 2}, {"mesh.tensor": 2}])
+def test_a_batch_on_the_devices_is_the_batch(sizes):
+    """What several processes hold of it is in tests/test_processes.py."""
+    mesh = mesh_of(tiny_config(sizes), 8)
+    rows = np.arange(16 * 3, dtype=np.int32).reshape(16, 3)
+    assert batch_rows(mesh, 16) == tuple(range(16))
+    with jax.transfer_guard("disallow"):
+        put = put_batch(mesh, {"tokens": rows})["tokens"]
+    np.testing.assert_array_equal(put, rows)
+    assert put.sharding == batch_sharding(mesh)

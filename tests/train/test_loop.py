@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import text_store, words
-from tests.helpers import REPO, tiny_config
+from tests.helpers import REPO, mesh_of, tiny_config
 from xsa_jax.errors import UserError
 from xsa_jax.train import actions, loop, setup, workdir
 from xsa_jax.train.checkpoint import Checkpoints
+from xsa_jax.train.stopping import Stopping
 
 STEPS = 8
 
@@ -197,9 +198,30 @@ def test_a_run_knows_its_code():
 
 def test_the_second_signal_is_not_ours():
     before = signal.getsignal(signal.SIGINT)
-    with loop._stop_signals() as stopping:
-        assert stopping() is None
+    with Stopping(mesh_of(tiny_config(), 8)) as stopping:
+        assert stopping.poll() is None
         assert signal.getsignal(signal.SIGINT) is not before
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stopping() == "SIGTERM"
+        assert stopping.reason is None, "only a poll decides"
+        assert stopping.poll() == stopping.reason == "SIGTERM"
         assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with Stopping(mesh_of(tiny_config(), 8)) as stopping:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stopping.poll() is None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stopping.poll() == "SIGUSR1"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_stops_when_its_hours_have_passed(store, tmp_path):
+    reason = loop.train(config_for(store), tmp_path / "run", (actions.log, actions.save), max_hours=0.0)
+    assert reason == "--max_hours=0 have passed"
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.steps == [1]
+    assert loop.train(config_for(store), tmp_path / "run", (actions.log, actions.save)) is None

@@ -176,6 +176,22 @@ class MeshConfig:
     tensor: int = field(1, "number of shards of heads, feed-forward and vocabulary", least=1, may_change=True)
 
 
+def _limit(default: float, doc: str) -> float:
+    doc = f"{doc}; 0 = no limit"
+    return field(default, doc, least=0, may_change=True, may_differ=True, before=default)
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchdogConfig:
+    """The longest times without progress, in seconds. Then each process prints where it is stuck, and all exit with an error."""
+
+    start: float = _limit(1800.0, "seconds from the start to the compilation: agreement of the processes, restoring a checkpoint")
+    compile: float = _limit(3600.0, "seconds to compile the train step, on the slowest process")
+    step: float = _limit(1800.0, "seconds of one step, with its wait for data")
+    save: float = _limit(3600.0, "seconds in which a save holds up the next step")
+    validation: float = _limit(7200.0, "seconds of one validation")
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The config of one run."""
@@ -189,3 +205,4 @@ class Config:
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)

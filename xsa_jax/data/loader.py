@@ -1,4 +1,4 @@
-"""Batches of a token store, shuffled by Grain: exact after any restart, and the same on any number of hosts.
+"""Batches of a token store, shuffled by Grain: exact after any restart, and the same for any number of processes.
 
 Row i of a split is tokens[i*T : i*T + T + 1]. Consecutive rows share a token, so each token but the first is predicted once per
 epoch. The order depends only on the seed and the position in the stream, so the number of consumed batches is the whole state of
@@ -8,7 +8,7 @@ a loader.
 import hashlib
 import itertools
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import grain
@@ -45,8 +45,25 @@ class _Rows:
         return row
 
 
+class _Share:
+    """Chosen rows of every batch, one batch after the other, as the random-access source that Grain reads."""
+
+    def __init__(self, order: grain.MapDataset, batch_size: int, chosen: tuple[int, ...]):
+        self._order = order
+        self._batch_size = batch_size
+        self._chosen = chosen
+
+    def __len__(self) -> int:
+        batches, rest = divmod(min(len(self._order), _ENDLESS_ROWS), self._batch_size)
+        return batches * len(self._chosen) + sum(row < rest for row in self._chosen)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        batch, position = divmod(int(index), len(self._chosen))
+        return self._order[batch * self._batch_size + self._chosen[position]]
+
+
 class Loader:
-    """Batches of one split. Process `shard_index` of `shard_count` gets every `shard_count`-th row.
+    """Batches of one split, or the same chosen rows of every batch.
 
     Args:
       store: an open store.
@@ -57,17 +74,17 @@ class Loader:
       documents: "isolate" adds segment ids to the batches; "ignore" does not.
       max_rows: None gives an endless loader, which shuffles the whole split anew in each epoch. A number gives a loader of a
         single pass, which reads at most so many rows in order.
-      shard_index: index of this process.
-      shard_count: number of processes.
+      rows: indices of the rows of each batch that this process reads, ascending; None for all.
       workers: number of worker processes that read ahead; 0 = a thread of this process.
 
     Attributes:
       num_rows: number of rows in an epoch or in the single pass.
       num_batches: number of batches in the single pass, the same for every process; None for an endless loader.
-      local_batch_size: number of rows that this process has in a full batch.
+      rows: indices of the rows of a full batch that this loader reads.
+      store_hash: hash of the content of the store.
 
     Raises:
-      UserError: the split is missing, too small or too large, or the batch does not divide over the processes.
+      UserError: the split is missing, too small or too large.
     """
 
     def __init__(
@@ -80,19 +97,16 @@ class Loader:
         seed: int = 0,
         documents: Literal["ignore", "isolate"] = "ignore",
         max_rows: int | None = None,
-        shard_index: int = 0,
-        shard_count: int = 1,
+        rows: Sequence[int] | None = None,
         workers: int = 0,
     ):
-        if not 0 <= shard_index < shard_count:
-            raise UserError(f"shard_index={shard_index}: expected 0 to shard_count - 1 = {shard_count - 1}")
-        if batch_size < 1 or batch_size % shard_count:
-            raise UserError(f"data.batch_size={batch_size}: expected a positive multiple of the {shard_count} processes")
+        if batch_size < 1:
+            raise UserError(f"data.batch_size={batch_size}: expected at least 1")
         if max_rows is not None and max_rows < 1:
             raise UserError(f"max_rows={max_rows}: expected at least 1")
         tokens = store.split(split)
-        rows = _Rows(tokens, seq_len, documents == "isolate")
-        self.num_rows = len(rows) if max_rows is None else min(max_rows, len(rows))
+        source = _Rows(tokens, seq_len, documents == "isolate")
+        self.num_rows = len(source) if max_rows is None else min(max_rows, len(source))
         if self.num_rows < 1:
             raise UserError(
                 f"the {split} split of {store.path} has {tokens.num_tokens} tokens; expected at least the {seq_len + 1} of one row "
@@ -101,7 +115,8 @@ class Loader:
         if self.num_rows >= _MAX_ROWS:
             raise UserError(f"the {split} split of {store.path} has {self.num_rows} rows; expected fewer than {_MAX_ROWS}")
         self.num_batches = None if max_rows is None else -(-self.num_rows // batch_size)
-        self.local_batch_size = batch_size // shard_count
+        self.rows = tuple(range(batch_size)) if rows is None else tuple(rows)
+        self.store_hash = store.hash
         self._workers = workers
         self._identity = {
             "store": store.hash,
@@ -113,10 +128,11 @@ class Loader:
             "documents": documents,
             "max_rows": max_rows,
         }
-        source = grain.MapDataset.source(rows)
-        order = source.shuffle(seed=_shuffle_seed(seed)).repeat() if max_rows is None else source[: self.num_rows]
-        self._batches = order[shard_index:_ENDLESS_ROWS:shard_count].batch(self.local_batch_size)
-        self._empty_batch = {name: array[:0] for name, array in source[:1].batch(1)[0].items()}
+        dataset = grain.MapDataset.source(source)
+        order = dataset.shuffle(seed=_shuffle_seed(seed)).repeat() if max_rows is None else dataset[: self.num_rows]
+        share = order[:_ENDLESS_ROWS] if rows is None else grain.MapDataset.source(_Share(order, batch_size, self.rows))
+        self._batches = share.batch(len(self.rows))
+        self._empty_batch = {name: array[:0] for name, array in dataset[:1].batch(1)[0].items()}
 
     def state(self, step: int) -> dict[str, Any]:
         """The state after `step` batches, for a checkpoint: plain values, of constant size."""
@@ -140,10 +156,9 @@ class Loader:
     def iterate(self, start: int = 0) -> Generator[dict[str, np.ndarray], None, None]:
         """Yields batches start, start + 1, ... without reading earlier ones. Closing the iterator ends its workers.
 
-        A batch holds "tokens", int32 [B/n, T+1], where n is the number of processes. With documents="isolate" it also holds
-        "segment_ids", int32 [B/n, T+1]: the index, within the row, of the document that each token belongs to. The last batch of
-        a single pass may have fewer rows. It has no rows if only other processes have rows left, so that all processes take the
-        same number of steps.
+        A batch holds "tokens", int32 [rows, T+1]. With documents="isolate" it also holds "segment_ids", int32 [rows, T+1]: the
+        index, within the row, of the document that each token belongs to. The last batch of a single pass may have fewer rows. It
+        has no rows if only other processes have rows left, so that all processes take the same number of steps.
         """
         dataset = self._batches[start:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
         if self._workers:

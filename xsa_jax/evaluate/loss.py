@@ -10,6 +10,7 @@ import numpy as np
 
 from xsa_jax.data.loader import Loader
 from xsa_jax.evaluate.restore import Restored
+from xsa_jax.parallel.mesh import batch_rows
 from xsa_jax.progress import Progress
 from xsa_jax.train.validate import PositionSums, make_evaluator, validate
 
@@ -42,13 +43,14 @@ def position_sums(restored: Restored, context: int, tokens: int) -> PositionSums
       UserError: the validation split is shorter than one row.
     """
     config = restored.config
-    rows = restored.mesh.size * max(1, _TOKENS_PER_DEVICE // context)
-    loader = restored.held_out(context, rows, max(1, tokens // context))
+    batch_size = restored.mesh.size * max(1, _TOKENS_PER_DEVICE // context)
+    rows = batch_rows(restored.mesh, batch_size)
+    loader = restored.held_out(context, batch_size, max(1, tokens // context), rows)
     # Rows are fewer at a longer context, and chunks are longer, so the number of logits in memory stays the same.
     chunk = max(1, config.train.loss_chunk * context // config.data.seq_len)
     evaluator = make_evaluator(restored.model, chunk)
     with jax.set_mesh(restored.mesh):
-        return validate(evaluator, restored.params, _shown(loader, context), rows, restored.mesh)
+        return validate(evaluator, restored.params, _shown(loader, context), len(rows), restored.mesh)
 
 
 def _shown(loader: Loader, context: int) -> Iterator[Mapping[str, np.ndarray]]:

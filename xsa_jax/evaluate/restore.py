@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,13 +38,14 @@ class Restored:
     mesh: Mesh
     store: TokenStore
 
-    def held_out(self, context: int, rows: int, max_rows: int) -> Loader:
+    def held_out(self, context: int, batch_size: int, max_rows: int, rows: Sequence[int] | None = None) -> Loader:
         """A loader of a single pass, in order, over the first rows of the validation split.
 
         Args:
           context: context length of a row, in tokens.
-          rows: number of rows per batch.
+          batch_size: number of rows per batch.
           max_rows: largest number of rows to read.
+          rows: indices of the rows of each batch that this process reads; None for all.
 
         Raises:
           UserError: the validation split is shorter than one row.
@@ -56,8 +57,9 @@ class Restored:
                 f"expected a context from 1 to {tokens - 1}"
             )
         return Loader(
-            self.store, "validation", seq_len=context, batch_size=rows, documents=self.config.data.documents, max_rows=max_rows
-        )
+            self.store, "validation", seq_len=context, batch_size=batch_size, documents=self.config.data.documents,
+            max_rows=max_rows, rows=rows,
+        )  # fmt: skip
 
 
 def restore(run: pathlib.Path, step: int | None = None, store: str | None = None) -> Restored:

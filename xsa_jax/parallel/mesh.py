@@ -100,10 +100,49 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
+def batch_rows(mesh: Mesh, batch_size: int) -> tuple[int, ...]:
+    """The rows of a batch that the devices of this process hold, ascending.
+
+    Two processes hold the same rows where the tensor axis spans both.
+
+    Args:
+      mesh: mesh of the run.
+      batch_size: number of rows of the batch over all devices, a multiple of the number of batch shards.
+    """
+    shards, here = _batch_shards(mesh)
+    size = batch_size // shards
+    return tuple(row for shard in here for row in range(shard * size, (shard + 1) * size))
+
+
 def put_batch(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Global arrays of a batch, split over the batch shards, from the rows of this process."""
+    """Global arrays of a batch, split over the batch shards.
+
+    Args:
+      mesh: mesh of the run.
+      batch: the rows of this process, those of `batch_rows`, in arrays [rows, ...].
+    """
     split_rows = batch_sharding(mesh)
-    return {name: jax.make_array_from_process_local_data(split_rows, rows) for name, rows in batch.items()}
+    shards, here = _batch_shards(mesh)
+
+    def global_array(rows: np.ndarray) -> jax.Array:
+        size = len(rows) // len(here)
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # it is None for devices of other processes, for which jax does not call
+            first = here.index((index[0].start or 0) // size) * size
+            return rows[first : first + size]
+
+        return jax.make_array_from_callback((size * shards, *rows.shape[1:]), split_rows, part)
+
+    with jax.transfer_guard_host_to_device("allow"):
+        return {name: global_array(rows) for name, rows in batch.items()}
+
+
+def _batch_shards(mesh: Mesh) -> tuple[int, list[int]]:
+    """The number of batch shards, and the indices of those that devices of this process hold, ascending."""
+    shards = math.prod(mesh.shape[axis] for axis in RULES["batch"] or ())
+    indices = batch_sharding(mesh).addressable_devices_indices_map((shards,))
+    return shards, sorted({index[0].start or 0 for index in indices.values() if index is not None})
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

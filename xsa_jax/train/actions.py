@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import numpy as np
 
+from xsa_jax.parallel.lifeline import Lifeline
 from xsa_jax.train.checkpoint import Checkpoints
 from xsa_jax.train.metrics import Metrics
 from xsa_jax.train.setup import Data, Setup
 from xsa_jax.train.state import TrainState
+from xsa_jax.train.stopping import Stopping
 from xsa_jax.train.validate import validate as validate_rows
-
-# Returns the reason to stop the run, or None. It is called between steps and inside long actions.
-Stopping = Callable[[], str | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Run:
       workdir: folder of the run.
       checkpoints: checkpoints of the run.
       metrics: metrics of the run.
+      lifeline: connection to the other processes of the run.
     """
 
     setup: Setup
@@ -41,10 +41,18 @@ class Run:
     workdir: pathlib.Path
     checkpoints: Checkpoints
     metrics: Metrics
+    lifeline: Lifeline
 
     @contextlib.contextmanager
-    def paused(self, step: int) -> Iterator[None]:
-        """A context that allows transfers between host and device, and excludes its time from the step time."""
+    def paused(self, step: int, doing: str, seconds: float) -> Iterator[None]:
+        """A context that allows transfers between host and device, and excludes its time from the step time.
+
+        Args:
+          step: number of the step after which it happens.
+          doing: a word or two for what happens.
+          seconds: the longest time that it may take; 0 = no limit.
+        """
+        self.lifeline.at(f"{doing} after step {step}", seconds)
         with self.metrics.pause(step), jax.transfer_guard("allow"):
             yield
 
@@ -58,7 +66,7 @@ class Moment:
       state: train state after the step. The next step donates its buffers, so an action must not keep it.
       values: metrics of the step, still on the device.
       last: whether the step is the last one of the run.
-      stopping: function that returns the reason to stop, see `Stopping`.
+      stopping: the decision to stop. Long actions poll it, all processes at the same points.
     """
 
     step: int
@@ -100,12 +108,12 @@ def validate(run: Run) -> Action:
     setup, data = run.setup, run.data
 
     def measure(moment: Moment) -> None:
-        with run.paused(moment.step):
+        with run.paused(moment.step, "validation", setup.config.watchdog.validation):
             rows: Iterator[Mapping[str, np.ndarray]] = data.held_out.iterate()
             if not moment.last:
-                rows = itertools.takewhile(lambda _: not moment.stopping(), rows)
-            sums = validate_rows(setup.evaluator, moment.state.params, rows, data.held_out.local_batch_size, setup.mesh)
-        if moment.last or not moment.stopping():
+                rows = itertools.takewhile(lambda _: not moment.stopping.poll(), rows)
+            sums = validate_rows(setup.evaluator, moment.state.params, rows, len(data.held_out.rows), setup.mesh)
+        if moment.last or not moment.stopping.reason:
             run.metrics.write(moment.step, "validation", sums.totals(data.bytes_per_token))
 
     return Action(measure, every=setup.config.eval.every)
@@ -115,7 +123,7 @@ def save(run: Run) -> Action:
     """Saves a checkpoint every `checkpoint.every` steps and when the run stops."""
 
     def write(moment: Moment) -> None:
-        with run.paused(moment.step):
+        with run.paused(moment.step, "save", run.setup.config.watchdog.save):
             run.checkpoints.save(moment.step, moment.state, run.setup.config, run.data.training.state(moment.step))
 
     return Action(write, every=run.setup.config.checkpoint.every, on_stop=True)

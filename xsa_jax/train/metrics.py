@@ -6,7 +6,7 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -57,6 +57,7 @@ class Metrics:
         leaves such records if it is killed after its last save.
       flops_per_token: FLOPs of a training step per token, for the MFU.
       peak: peak FLOP/s of all devices together; None if it is unknown, and then there is no MFU.
+      slowest: function from this process's seconds by name to those of the slowest process; see `Lifeline.slowest`.
       line_seconds: interval in seconds between two lines where the output is not a terminal.
     """
 
@@ -68,13 +69,14 @@ class Metrics:
         *,
         flops_per_token: float,
         peak: float | None,
+        slowest: Callable[[Mapping[str, float]], Mapping[str, Any]] = lambda seconds: seconds,
         line_seconds: float = 30.0,
     ):
         self._config = config
         self._writes = jax.process_index() == 0
-        self._flops, self._peak = flops_per_token, peak
+        self._flops, self._peak, self._slowest = flops_per_token, peak, slowest
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
-        self._step, self._time, self._tokens = start, time.perf_counter(), 0.0
+        self._step, self._time, self._tokens, self._waited = start, time.perf_counter(), 0.0, 0.0
         self._warm = False
         if self._writes:
             path = workdir / "metrics.jsonl"
@@ -107,6 +109,10 @@ class Metrics:
         self.flush()
         self._pending = (step, metrics)
 
+    def waited(self, seconds: float) -> None:
+        """Counts time in which this process waited for its input. Records hold the mean per step, `input_wait`, in seconds."""
+        self._waited += seconds
+
     def flush(self) -> None:
         """Reads the pending metrics, and writes them if their step is to be logged.
 
@@ -127,6 +133,7 @@ class Metrics:
             rate = self._tokens / (now - self._time)
             mfu = rate * self._flops / self._peak if self._peak else None
             values |= {"step_time": seconds, "tokens_per_second": rate, "mfu": mfu}
+            values |= self._slowest({"input_wait": self._waited / (step - self._step)})
         self._start_interval(step, now)
         self.write(step, "train", values, stays=not self._warm or step == self._config.num_steps)
         self._warm = True  # The first step includes the compilation, so its time is not a step time.
@@ -169,7 +176,7 @@ class Metrics:
         self._start_interval(step, time.perf_counter())
 
     def _start_interval(self, step: int, now: float) -> None:
-        self._step, self._time, self._tokens = step, now, 0.0
+        self._step, self._time, self._tokens, self._waited = step, now, 0.0, 0.0
 
 
 def _check_finite(step: int, split: str, values: Mapping[str, Any]) -> None:

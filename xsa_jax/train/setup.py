@@ -17,7 +17,7 @@ from xsa_jax.config import Config
 from xsa_jax.errors import ConfigError
 from xsa_jax.model.attention import check_implementation
 from xsa_jax.model.transformer import Model, build
-from xsa_jax.parallel.mesh import batch_sharding, make_mesh, platform
+from xsa_jax.parallel.mesh import batch_rows, batch_sharding, make_mesh, platform
 from xsa_jax.train import optim
 from xsa_jax.train.state import TrainState, abstract_state, init_state
 from xsa_jax.train.step import Step, make_step
@@ -109,8 +109,8 @@ class Data(NamedTuple):
     bytes_per_token: float
 
 
-def open_data(config: Config) -> Data:
-    """Opens the run's token store.
+def open_data(config: Config, mesh: Mesh) -> Data:
+    """Opens the run's token store, to read the rows that the devices of this process hold.
 
     Raises:
       UserError: the store is missing, damaged or too small.
@@ -126,13 +126,13 @@ def open_data(config: Config) -> Data:
             f"model.vocab_size={config.model.vocab_size}: expected at least the {store.vocab_size} of {data.path} "
             f"(tokenizer {store.tokenizer_name})"
         )
-    host: dict[str, int] = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
+    rows = batch_rows(mesh, data.batch_size)
     training = Loader(
         store, "train", seq_len=data.seq_len, batch_size=data.batch_size, seed=data.seed, documents=data.documents,
-        workers=data.workers, **host,
+        workers=data.workers, rows=rows,
     )  # fmt: skip
     held_out = Loader(
         store, "validation", seq_len=data.seq_len, batch_size=data.batch_size, documents=data.documents,
-        max_rows=max(1, config.eval.tokens // data.seq_len), **host,
+        max_rows=max(1, config.eval.tokens // data.seq_len), rows=rows,
     )  # fmt: skip
     return Data(training, held_out, store.split("validation").bytes_per_token)

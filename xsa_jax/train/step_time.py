@@ -22,7 +22,7 @@ import numpy as np
 from xsa_jax.config.stored import digest, from_stored
 from xsa_jax.errors import UserError
 from xsa_jax.files import write_json
-from xsa_jax.parallel.mesh import describe, put_batch
+from xsa_jax.parallel.mesh import batch_rows, describe, put_batch
 from xsa_jax.parallel.process import prepare_process
 from xsa_jax.train.setup import Setup, assemble
 from xsa_jax.train.state import TrainState
@@ -44,6 +44,7 @@ class Stepper:
         self.loss = float("nan")
         shape = setup.abstract_batch()["tokens"].shape
         ids = np.random.default_rng(0).integers(0, setup.config.model.vocab_size, shape, dtype=np.int32)
+        ids = ids[list(batch_rows(setup.mesh, shape[0]))]
         batch = {name: ids if name == "tokens" else np.zeros_like(ids) for name in setup.abstract_batch()}
         with jax.set_mesh(setup.mesh):
             self._state: TrainState = setup.init_state()

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from xsa_jax.model.transformer import Model, Params
-from xsa_jax.parallel.mesh import put_batch
+from xsa_jax.parallel.mesh import constrain, put_batch
 from xsa_jax.train.loss import shift, token_nll
 
 Evaluator = Callable[[Params, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]
@@ -51,7 +51,8 @@ def make_evaluator(model: Model, loss_chunk: int) -> Evaluator:
         hidden_BTD, _ = transformer(inputs_BT, segment_ids_BT)
         nll_BT, _ = token_nll(transformer, hidden_BTD, targets_BT, loss_chunk)
         weights_BT = weights_BT * batch["valid"][:, None]
-        return jnp.sum(nll_BT * weights_BT, axis=0), jnp.sum(weights_BT, axis=0)
+        # Every device holds the sums, so that every process can read them.
+        return constrain(jnp.sum(nll_BT * weights_BT, axis=0), None), constrain(jnp.sum(weights_BT, axis=0), None)
 
     return jax.jit(sums)
 
@@ -65,7 +66,7 @@ def validate(
       evaluator: result of `make_evaluator`.
       params: weights of the decoder.
       batches: batches of a validation loader; the last one may have fewer rows.
-      rows: number of rows of a full batch of this process, a multiple of its batch shards.
+      rows: number of rows that this process has in a full batch, those of `xsa_jax.parallel.mesh.batch_rows`.
       mesh: mesh of the weights.
     """
     nll, tokens = 0.0, 0.0
