@@ -14,7 +14,10 @@ DEMO := runs/demo
 # Extra flags for both demo trainings. For a short demo: --config.train.num_steps=20 --config.optim.warmup_steps=5
 DEMO_FLAGS ?=
 
-.PHONY: demo test test-fast gates lint format lock docs clean-demo check-python
+# The packages for other devices, beside those of the CPU: make install EXTRA=tpu or EXTRA=cuda12.
+EXTRA ?=
+
+.PHONY: demo install test test-fast gates lint format lock docs clean-demo check-python
 
 ## Train SA and XSA on text that ships with Python, evaluate both, and print and plot the comparison.
 demo: $(READY)
@@ -30,6 +33,11 @@ demo: $(READY)
 ## Delete the runs of the demo, so that the next demo starts anew.
 clean-demo:
 	rm -rf $(DEMO)
+
+## Make the environment without running anything; with EXTRA for a TPU or NVIDIA GPUs.
+install: $(READY)
+	@[ -z "$(EXTRA)" ] || [ -f "requirements-$(EXTRA).lock" ] || { echo "error: EXTRA=$(EXTRA): expected tpu or cuda12"; exit 1; }
+	[ -z "$(EXTRA)" ] || $(RUN) -m pip install --quiet --requirement requirements-$(EXTRA).lock
 
 test: $(READY)
 	$(RUN) -m pytest -n auto --dist loadfile
@@ -62,6 +70,11 @@ lock: $(READY)
 	  --no-header --no-annotate --no-emit-package xsa_kernels --upgrade pyproject.toml --output-file requirements.lock
 	$(RUN) -m uv pip compile --universal --fork-strategy requires-python --python-version 3.11 --group gates \
 	  --no-header --no-annotate --upgrade --constraint requirements.lock --output-file requirements-gates.lock
+	for extra in tpu cuda12; do \
+	  $(RUN) -m uv pip compile --universal --fork-strategy requires-python --python-version 3.11 --extra $$extra \
+	    --no-header --no-annotate --no-emit-package xsa_kernels --upgrade --constraint requirements.lock pyproject.toml \
+	    --output-file requirements-$$extra.lock || exit 1; \
+	done
 
 check-python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
