@@ -14,6 +14,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from xsa_jax.config import from_config_dict, table
+from xsa_jax.config.stored import REPLACED
 from xsa_jax.errors import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, such as configs/demo.py; --config.a.b=c sets a field.")
@@ -72,7 +73,9 @@ def parse_flags(argv: list[str]) -> list[str]:
         cause = error.args[0]
         reason = " ".join(str(cause.args[0] if isinstance(cause, KeyError) else cause).split())
         given = [arg for arg in argv if arg.startswith("--config.") and any(f"'{part}'" in reason for part in _field_parts(arg))]
-        sys.exit(f"error: {given[0] if given else '--config'}: unknown field: {reason}")
+        named = given[0] if given else "--config"
+        today = REPLACED.get(named.split("=")[0].removeprefix("--config."))
+        sys.exit(f"error: {named}: unknown field: {reason}{f'; set {today}' if today else ''}")
     except flags.Error as error:  # the error of a failing config file holds its traceback, whose last line gives the reason
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         has_traceback = any(line.startswith("Traceback") for line in lines)

@@ -28,7 +28,7 @@ from xsa_kernels import registry
 TINY = {
     "model.vocab_size": 256, "model.num_layers": 2, "model.d_model": 64, "model.d_ff": 128,
     "attention.num_heads": 2, "attention.num_kv_heads": 2, "attention.head_dim": 32,
-    "data.seq_len": 64, "data.batch_size": 2, "train.loss_chunk": 32,
+    "data.seq_len": 64, "data.batch_size": 2, "train.loss_chunk_tokens": 64,
 }  # fmt: skip
 
 

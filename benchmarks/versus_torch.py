@@ -47,7 +47,7 @@ def config_of(shape: str, seq_len: int, kind: str) -> Any:
     tree["attention"] |= {"kind": kind, "num_heads": heads, "num_kv_heads": heads, "head_dim": head_dim}
     tree["data"] |= {"seq_len": seq_len, "batch_size": max(1, tokens // seq_len)}
     tree["optim"] |= {"peak_lr": 1e-3, "warmup_steps": 10}
-    tree["train"] |= {"num_steps": 1000, "loss_chunk": seq_len}
+    tree["train"] |= {"num_steps": 1000, "loss_chunk_tokens": tokens}
     return from_config_dict(tree)
 
 
@@ -75,7 +75,7 @@ def ours(config: Any, weights: str, forward: bool) -> Callable[[int], float]:
         np.savez(weights, **{jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves})
     rows = [put_batch(setup.mesh, {"tokens": batch}) for batch in batches(config)]
     if forward:
-        model, chunk = setup.model, config.train.loss_chunk
+        model, chunk = setup.model, config.train.loss_chunk_tokens
         program = jax.jit(lambda params, batch: loss_sums(model.bind(params), batch, chunk).nll)
         count = config.data.batch_size * config.data.seq_len
         return lambda n: float(program(state.params, rows[n % len(rows)])) / count

@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     config.attention.update(num_heads=4, num_kv_heads=4, head_dim=32)
     config.data.update(path="runs/demo/tokens", seq_len=256, batch_size=4)
     config.optim.update(peak_lr=4e-3, warmup_steps=40)
-    config.train.update(num_steps=400, log_every=5, loss_chunk=256)
+    config.train.update(num_steps=400, log_every=5, loss_chunk_tokens=1024)
     config.eval.update(every=80, tokens=32_768)
     config.checkpoint.update(every=200, keep_last=1)
     return config

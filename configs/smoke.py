@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
     config.attention.update(num_heads=4, num_kv_heads=2, head_dim=8)
     config.data.update(seq_len=32, batch_size=8)
     config.optim.update(warmup_steps=2, peak_lr=3e-3)
-    config.train.update(num_steps=20, log_every=2, loss_chunk=16)
+    config.train.update(num_steps=20, log_every=2, loss_chunk_tokens=128)
     config.eval.update(every=10, tokens=2048)
     config.checkpoint.update(every=5)
     return config

@@ -25,7 +25,7 @@ TINY: Mapping[str, Any] = {
     "attention.num_heads": 4, "attention.num_kv_heads": 2, "attention.head_dim": 6,
     "data.seq_len": 16, "data.batch_size": 8,
     "optim.peak_lr": 1e-2, "optim.warmup_steps": 2,
-    "train.num_steps": 20, "train.loss_chunk": 8, "train.log_every": 1,
+    "train.num_steps": 20, "train.loss_chunk_tokens": 64, "train.log_every": 1,
     "eval.tokens": 256, "checkpoint.every": 10,
 }  # fmt: skip
 

@@ -29,13 +29,19 @@ def records(run: pathlib.Path, split: str) -> dict[int, dict]:
     return {record["step"]: record for record in lines if record["split"] == split}
 
 
+def flags_of_today() -> list[str]:
+    """The flags that began the XSA run. The chunk of the loss counts tokens today: it is 16 positions of two rows."""
+    began = json.loads((FIXTURE / "xsa" / "starts.jsonl").read_text())["command"]
+    flags = [flag for flag in began if flag.startswith("--config.")]
+    return [flag.replace("train.loss_chunk=16", "train.loss_chunk_tokens=32") for flag in flags]
+
+
 @pytest.fixture(scope="module")
 def continued(tmp_path_factory) -> pathlib.Path:
     """The folder of the copies, in which the XSA run was continued from its checkpoint to its end by the command that began it."""
     folder = tmp_path_factory.mktemp("old") / "runs"
     shutil.copytree(FIXTURE, folder)
-    began = json.loads((FIXTURE / "xsa" / "starts.jsonl").read_text())["command"]
-    flags = [flag for flag in began if flag.startswith("--config.")]
+    flags = flags_of_today()
     done = command("train.py", f"--config={REPO}/configs/smoke.py", "--workdir=xsa", *flags, folder=folder)
     assert done.returncode == 0, done.stderr
     assert "continuing from step 3" in done.stdout
@@ -53,12 +59,13 @@ def test_it_continues_as_it_would_have(continued):
     assert stored.pop("version") == __version__
     assert stored["model"].pop("scan_unroll") == 0  # newer than the run
     assert stored.pop("watchdog")
+    assert stored["train"].pop("loss_chunk_tokens") == 32
+    stored["train"]["loss_chunk"] = 16
     assert stored == json.loads((FIXTURE / "xsa" / "config.json").read_text())
 
 
 def test_it_is_another_experiment_with_another_attention(continued):
-    began = json.loads((FIXTURE / "xsa" / "starts.jsonl").read_text())["command"]
-    flags = [flag for flag in began if flag.startswith("--config.") and "kind" not in flag]
+    flags = [flag for flag in flags_of_today() if "kind" not in flag]
     done = command("train.py", f"--config={REPO}/configs/smoke.py", "--workdir=xsa", *flags, folder=continued)
     assert done.returncode == 1
     assert "attention.kind (run: 'xsa', now: 'sa')" in done.stderr

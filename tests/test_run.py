@@ -195,6 +195,7 @@ def test_a_second_trainer_in_the_same_folder_is_refused(tmp_path, store):
     [
         (["--config.attention.kind=linear"], "attention.kind='linear': expected one of 'sa', 'xsa'"),
         (["--config.attention.knd=sa"], "unknown field"),
+        (["--config.train.loss_chunk=16"], "unknown field: 'loss_chunk'; set train.loss_chunk_tokens, which counts tokens"),
         (["--config.data.seq_len=many"], "seq_len"),
         (["--config.data.path=nowhere"], "nowhere: no token store here"),
         (["--config.model.vocab_size=100"], "model.vocab_size=100: expected at least the 257"),

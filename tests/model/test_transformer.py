@@ -225,13 +225,13 @@ def test_the_loss_in_bfloat16_is_near_that_in_float32():
 
 @pytest.mark.fast
 def test_an_implementation_that_cannot_is_refused_when_the_run_is_assembled():
-    splash = {"attention.impl": "splash", "data.seq_len": 128, "train.loss_chunk": 128}
+    splash = {"attention.impl": "splash", "data.seq_len": 128, "train.loss_chunk_tokens": 1024}
     assembled(tiny_config(splash))
     for overrides, feature in (
         ({"attention.impl": "cudnn"}, "device=cpu, dtype=float32"),
         ({"attention.impl": "hopper", "model.dtype": "bfloat16", "attention.head_dim": 64}, "device=cpu, expected"),
         ({"attention.impl": "tokamax", "data.documents": "isolate"}, "tokamax"),
-        ({"data.seq_len": 64, "train.loss_chunk": 64}, "queries no multiple of 128"),
+        ({"data.seq_len": 64, "train.loss_chunk_tokens": 512}, "queries no multiple of 128"),
     ):
         config = {**splash, **overrides}
         with pytest.raises(

@@ -1,5 +1,6 @@
 """The chunked cross-entropy against a plain float64 one, and what it allocates."""
 
+import re
 from typing import Any
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import assert_trees_close, model_of, random_batch, random_params, tiny_config
+from tests.helpers import assembled, assert_trees_close, mesh_of, model_of, random_batch, random_params, tiny_config
 from tests.model.oracle import log_softmax
+from xsa_jax.parallel.mesh import put_batch
 from xsa_jax.train.loss import loss_sums, shift, token_nll
 
 HEAD = tiny_config({"model.logit_softcap": 1.5, "model.tie_embeddings": False, "model.num_layers": 1})
@@ -32,7 +34,7 @@ def test_token_nll_equals_a_plain_log_softmax_whatever_the_chunk():
     log_p_BTV = log_softmax(logits_BTV)
     expected_nll = -np.take_along_axis(log_p_BTV, targets_BT[..., None], -1)[..., 0]
     expected_logz = np.log(np.exp(logits_BTV).sum(-1))
-    for chunk in (1, 4, 13, 64):
+    for chunk in (1, 12, 39, 192):  # three rows: 1, 4, 13 and 64 positions
         nll_BT, logz_BT = token_nll(model.bind(params), jnp.array(hidden_BTD), jnp.array(targets_BT), chunk)
         assert nll_BT.dtype == logz_BT.dtype == jnp.float32
         np.testing.assert_allclose(nll_BT, expected_nll, atol=2e-6, rtol=0)
@@ -53,7 +55,7 @@ def test_gradients_do_not_depend_on_the_chunk():
         return jnp.sum(weights_BT * token_nll(model.bind(params), hidden_BTD, jnp.array(targets_BT), chunk)[0])
 
     expected = jax.grad(plain, (0, 1))(params, hidden_BTD)
-    for chunk in (4, 64):
+    for chunk in (12, 192):
         assert_trees_close(jax.grad(chunked, (0, 1))(params, hidden_BTD, chunk), expected, 1e-5)
 
 
@@ -119,3 +121,50 @@ def test_full_logits_never_exist(tied, dtype):
     full_logits = 2048 * 50304 * 4
     assert temporary(128) < full_logits / 3
     assert temporary(2048) > full_logits  # the measure sees them where they do exist
+
+
+def _collectives(hlo: str) -> dict[str, list[str]]:
+    """The all-gathers and all-reduces of each computation of a program, as lines."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in hlo.splitlines():
+        if (header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)) is not None:
+            name = "ENTRY" if header[1] else header[2]
+        elif re.search(r" (all-gather|all-reduce|reduce-scatter)(-start)?\(", line):
+            found.setdefault(name, []).append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("mesh", [{"mesh.fsdp": 8}, {"mesh.fsdp": 2, "mesh.tensor": 2}])
+def test_the_output_matrix_is_gathered_once_and_its_gradient_reduced_once(mesh):
+    """Not once per chunk: nothing of the vocabulary's size is moved within a loop, of the loss or of the layers."""
+    config = tiny_config({"train.loss_chunk_tokens": 2, "model.scan_unroll": 1, "model.vocab_size": 1022, **mesh})
+    moved = _collectives(assembled(config, 8).lower().compile().as_text())
+    sizes = {
+        line: [int(size) for size in re.findall(r"\d+", line.split("=")[1].split("]")[0])]
+        for lines in moved.values()
+        for line in lines
+    }
+    of_the_table = {name: [line for line in lines if {1022, 511} & set(sizes[line])] for name, lines in moved.items()}
+    assert of_the_table.pop("ENTRY"), moved
+    assert not any(of_the_table.values()), of_the_table
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_mesh_changes_neither_losses_nor_gradients(tie):
+    config = tiny_config(
+        {"model.tie_embeddings": tie, "model.logit_softcap": 5.0, "train.loss_chunk_tokens": 2, "data.documents": "isolate"}
+    )
+    model = model_of(config)
+    params, batch = random_params(model), random_batch(config, documents=3)
+
+    def loss(params, batch):
+        sums = loss_sums(model.bind(params), batch, config.train.loss_chunk_tokens)
+        return sums.nll + 1e-3 * sums.z
+
+    expected = jax.jit(jax.value_and_grad(loss))(params, batch)
+    for sizes in ({"mesh.fsdp": 8}, {"mesh.fsdp": 2, "mesh.tensor": 2}, {"mesh.tensor": 2}):
+        mesh = mesh_of(tiny_config(sizes), 8)
+        with jax.set_mesh(mesh):
+            found = jax.jit(jax.value_and_grad(loss))(params, put_batch(mesh, batch))
+        assert_trees_close(found, expected, 2e-5)

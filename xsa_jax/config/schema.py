@@ -146,7 +146,10 @@ class TrainConfig:
 
     num_steps: int = field(200_000, "number of updates, and length of the cosine schedule", least=1)
     z_loss: float = field(0.0, "weight of log(Z)^2 in the loss, where Z is the softmax normaliser", least=0)
-    loss_chunk: int = field(128, "number of positions per row whose logits are in memory at once", least=1, may_change=True)
+    loss_chunk_tokens: int = field(
+        2048, "number of tokens whose logits are in the memory of a device at once, in whole positions of all its rows",
+        least=1, may_change=True,
+    )  # fmt: skip
     log_every: int = field(10, "steps between records of the training loss", least=1, may_change=True, may_differ=True)
 
 

@@ -18,6 +18,8 @@ from xsa_jax.config.schema import ALWAYS_STORED, Config
 from xsa_jax.errors import ConfigError
 
 _BEFORE_VERSIONS = "before 0.2.0"
+# Fields that are gone -> what to set today, for people whose commands still name them.
+REPLACED = {"train.loss_chunk": "train.loss_chunk_tokens, which counts tokens of a device: positions times its rows"}
 
 
 def to_stored(config: Config) -> dict[str, Any]:
@@ -46,6 +48,7 @@ def from_stored(stored: Any, where: str, schema: type[Config] = Config) -> Confi
     known = fields(schema)
     groups = {name[: end.start()] for name in known for end in re.finditer(r"\.", name)}
     found = _flat({name: value for name, value in stored.items() if name != "version"}, groups, where)
+    _replace_old_fields(found)
     unknown = [name for name in found if name not in known]
     if unknown:
         wrote = stored.get("version", _BEFORE_VERSIONS)
@@ -76,6 +79,17 @@ def _flat(tree: Mapping[str, Any], groups: Collection[str], where: str, prefix: 
         else:
             found[name] = value
     return found
+
+
+def _replace_old_fields(found: dict[str, Any]) -> None:
+    """Puts the fields of today in the place of those that they replaced, for values that an older version stored."""
+    names = ("train.loss_chunk", "data.batch_size", "mesh.data", "mesh.fsdp")
+    sizes: list[int] = [found[name] for name in names if isinstance(found.get(name), int)]
+    if len(sizes) == len(names):
+        # It counted positions of each row. Where the mesh took its size from the devices, one device is supposed.
+        chunk, rows, data, fsdp = sizes
+        del found["train.loss_chunk"]
+        found["train.loss_chunk_tokens"] = chunk * max(1, rows // (max(1, data) * max(1, fsdp)))
 
 
 def _value_before(field: Field, where: str) -> Any:

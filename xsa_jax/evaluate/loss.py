@@ -42,13 +42,10 @@ def position_sums(restored: Restored, context: int, tokens: int) -> PositionSums
     Raises:
       UserError: the validation split is shorter than one row.
     """
-    config = restored.config
     batch_size = restored.mesh.size * max(1, _TOKENS_PER_DEVICE // context)
     rows = batch_rows(restored.mesh, batch_size)
     loader = restored.held_out(context, batch_size, max(1, tokens // context), rows)
-    # Rows are fewer at a longer context, and chunks are longer, so the number of logits in memory stays the same.
-    chunk = max(1, config.train.loss_chunk * context // config.data.seq_len)
-    evaluator = make_evaluator(restored.model, chunk)
+    evaluator = make_evaluator(restored.model, restored.config.train.loss_chunk_tokens)
     with jax.set_mesh(restored.mesh):
         return validate(evaluator, restored.params, _shown(loader, context), len(rows), restored.mesh)
 

@@ -14,7 +14,7 @@ from flax import nnx
 from xsa_jax.config import AttentionConfig, ModelConfig
 from xsa_jax.model import layers
 from xsa_jax.model.attention import Attention, Context, Probe
-from xsa_jax.parallel.mesh import Axes, attention_sharding, constrain
+from xsa_jax.parallel.mesh import Axes, VocabShard, attention_sharding, constrain, with_vocab_table
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -102,9 +102,7 @@ class Transformer(nnx.Module):
         phases = layers.rope_phases(position_BT, self.attention.head_dim, self.attention.rope_theta)
         context = Context(phases, segment_ids_BT, dropout_key, probe, attention_sharding(whole_batch=whole_batch))
 
-        # The table is gathered before the lookup: rows of a table that is split along its width would be moved twice.
-        embed_VD = constrain(self.embed[...], "vocab", None)
-        x_BTD = embed_VD[tokens_BT].astype(dtype)
+        x_BTD = self._embedded(tokens_BT, whole_batch).astype(dtype)
         if config.embed_norm:
             x_BTD = self.embed_norm(x_BTD)
         if dropout_key is not None:
@@ -130,14 +128,37 @@ class Transformer(nnx.Module):
         (x_BTD, _), stats = jax.lax.scan(body, (x_BTD, v_first_BTKE), (stacked, layer_L), unroll=self.unroll)
         return self.final_norm(x_BTD), stats
 
-    @property
-    def unembedding_DV(self) -> Array:
-        """The float32 output matrix [D, V]; with tied embeddings, the transposed embedding."""
-        return self.embed[...].T if self.config.tie_embeddings else self.unembed[...]
+    def _embedded(self, tokens_BT: Array, whole_batch: bool) -> Array:
+        """The rows [B, T, D] of the embedding, rounded to the compute type where a mesh moves them."""
+        table_VD = self.embed[...]
+        if whole_batch:
+            # The table is gathered before the lookup: rows of a table that is split along its width would be moved twice.
+            return constrain(table_VD, "vocab", None)[tokens_BT]
 
-    def logits(self, hidden: Array) -> Array:
-        """Float32 logits [..., V] of a hidden state [..., D], with the soft cap of `config.logit_softcap`."""
-        logits = layers.linear(hidden, self.unembedding_DV, dtype=jnp.float32)
+        def look_up(shard: VocabShard, tokens_bT: Array) -> Array:
+            if not shard.axes:
+                return shard.table_VD[tokens_bT]
+            index_bT = tokens_bT - shard.first
+            here_bT = (index_bT >= 0) & (index_bT < shard.table_VD.shape[0])
+            rows_bTD = shard.table_VD[jnp.where(here_bT, index_bT, 0)]
+            return shard.total(jnp.where(here_bT[..., None], rows_bTD, 0).astype(self.config.dtype))
+
+        return with_vocab_table(look_up, table_VD, self.config.dtype, tokens_BT)
+
+    @property
+    def unembedding_VD(self) -> Array:
+        """The float32 output matrix [V, D], one row per token; with tied embeddings, the embedding."""
+        return self.embed[...] if self.config.tie_embeddings else self.unembed[...].T
+
+    def logits(self, hidden: Array, rows_VD: Array | None = None) -> Array:
+        """Float32 logits [..., V] of a hidden state [..., D], with the soft cap of `config.logit_softcap`.
+
+        Args:
+          hidden: normalised last hidden state.
+          rows_VD: rows of the output matrix; None for all.
+        """
+        rows_VD = self.unembedding_VD if rows_VD is None else rows_VD
+        logits = layers.linear(hidden, rows_VD.T, dtype=jnp.float32)
         cap = self.config.logit_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
 

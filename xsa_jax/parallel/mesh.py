@@ -5,11 +5,14 @@ another table and not another model. The attention kernels get their mesh axes f
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from xsa_jax.config import MeshConfig
 from xsa_jax.errors import ConfigError
@@ -143,6 +146,58 @@ def _batch_shards(mesh: Mesh) -> tuple[int, list[int]]:
     shards = math.prod(mesh.shape[axis] for axis in RULES["batch"] or ())
     indices = batch_sharding(mesh).addressable_devices_indices_map((shards,))
     return shards, sorted({index[0].start or 0 for index in indices.values() if index is not None})
+
+
+class VocabShard(NamedTuple):
+    """The part of a table with one row per token of the vocabulary that a device holds, whole along the width.
+
+    Attributes:
+      table_VD: float32 rows of the tokens from `first` on. Where the vocabulary is not split these are all rows.
+      first: id of the first token; 0 where the vocabulary is not split.
+      axes: mesh axes that split the vocabulary, for `total` and `largest`; () where none does.
+    """
+
+    table_VD: jax.Array
+    first: jax.Array | int
+    axes: tuple[str, ...]
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """The sum of x over the shards of the vocabulary."""
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        """The elementwise maximum of x over the shards of the vocabulary, without a gradient."""
+        x = jax.lax.stop_gradient(x)
+        return jax.lax.pmax(x, self.axes) if self.axes else x
+
+
+def with_vocab_table(function: Callable[..., Any], table_VD: jax.Array, dtype: DTypeLike, *rows: jax.Array) -> Any:
+    """`function(shard, *rows)`, where each device of the mesh has its own rows of the batch, and a `VocabShard` of the table.
+
+    Each device gathers the table once, in the type `dtype`, and sums its gradient in float32 over all that the function does with
+    it. The gradient is then reduced over the devices once, in `dtype`. XLA, left alone, moves both in each chunk of a loss.
+
+    Args:
+      function: function whose results have the batch as their first axis.
+      table_VD: float32 table, of logical axes ("vocab", "embed").
+      dtype: compute type.
+      rows: arrays whose first axis is the batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function(VocabShard(table_VD, 0, ()), *rows)
+    batch, width, vocab = (tuple(a for a in RULES[axis] or () if mesh.shape[a] > 1) for axis in ("batch", "embed", "vocab"))
+
+    def local(table_VD: jax.Array, *rows: jax.Array) -> Any:
+        narrow_VD = jax.lax.pcast(table_VD.astype(dtype), tuple(a for a in batch if a not in width), to="varying")
+        if width:
+            narrow_VD = jax.lax.all_gather(narrow_VD, width, axis=1, tiled=True)
+        first = jax.lax.axis_index(vocab) * narrow_VD.shape[0] if vocab else 0
+        return function(VocabShard(narrow_VD.astype(jnp.float32), first, vocab), *rows)
+
+    by_rows = PartitionSpec(batch)
+    specs = (PartitionSpec(vocab, width), *(by_rows for _ in rows))
+    return jax.shard_map(local, in_specs=specs, out_specs=by_rows)(table_VD, *rows)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from xsa_jax.model.transformer import Transformer
+from xsa_jax.parallel.mesh import VocabShard, with_vocab_table
 
 Array = jax.Array
 Batch = Mapping[str, Array]
@@ -43,49 +44,61 @@ def shift(batch: Batch) -> Targets:
     return Targets(tokens[:, :-1], tokens[:, 1:], segments[:, :-1], weights)
 
 
-def token_nll(transformer: Transformer, hidden_BTD: Array, targets_BT: Array, chunk: int) -> tuple[Array, Array]:
+def token_nll(transformer: Transformer, hidden_BTD: Array, targets_BT: Array, chunk_tokens: int) -> tuple[Array, Array]:
     """Negative log-likelihood and log(Z) of each target, both float32 [B, T], in nats. Z is the softmax normaliser.
 
-    Logits are in memory for `chunk` positions per row at a time, in the forward and the backward pass. With V = 50304, float32
-    logits [B, T, V] would be the largest array of the step.
+    On each device logits are in memory for about `chunk_tokens` tokens at a time, in the forward and the backward pass: for as many
+    positions of all its rows as that gives, and at least one. With V = 50304, float32 logits [B, T, V] would be the largest array
+    of the step.
     """
-    B, T, _ = hidden_BTD.shape
 
-    def nll(hidden_BCD: Array, targets_BC: Array) -> tuple[Array, Array]:
-        logits_BCV = transformer.logits(hidden_BCD)
-        logz_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-        # A sum over a mask, not an index: its gradient is elementwise, where that of an index is a scatter.
-        is_target_BCV = jnp.arange(logits_BCV.shape[-1]) == targets_BC[..., None]
-        picked_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0), axis=-1)
-        return logz_BC - picked_BC, logz_BC
+    def chunked(shard: VocabShard, hidden_bTD: Array, targets_bT: Array) -> tuple[Array, Array]:
+        b, T = targets_bT.shape
+        chunk = max(1, chunk_tokens // b)
+        if chunk >= T:
+            return _nll(transformer, shard, hidden_bTD, targets_bT)
+        padding = -T % chunk
 
-    if chunk >= T:
-        return nll(hidden_BTD, targets_BT)
-    padding = -T % chunk
+        def in_chunks(x: Array) -> Array:
+            x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+            return jnp.moveaxis(x.reshape(b, -1, chunk, *x.shape[2:]), 1, 0)
 
-    def in_chunks(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+        # The table is an argument of each chunk, so that its gradient is summed over the chunks in its own type, float32.
+        one = jax.checkpoint(lambda table_VD, *xs: _nll(transformer, shard._replace(table_VD=table_VD), *xs))
+        _, chunks = jax.lax.scan(
+            lambda _, xs: (None, one(shard.table_VD, *xs)), None, (in_chunks(hidden_bTD), in_chunks(targets_bT))
+        )
+        nll_bT, logz_bT = (jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :T] for x in chunks)
+        return nll_bT, logz_bT
 
-    _, chunks = jax.lax.scan(
-        lambda _, scanned: (None, jax.checkpoint(nll)(*scanned)), None, (in_chunks(hidden_BTD), in_chunks(targets_BT))
-    )
-    nll_BT, logz_BT = (jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in chunks)
-    return nll_BT, logz_BT
+    return with_vocab_table(chunked, transformer.unembedding_VD, transformer.config.dtype, hidden_BTD, targets_BT)
 
 
-def loss_sums(transformer: Transformer, batch: Batch, chunk: int, dropout_key: Array | None = None) -> LossSums:
+def _nll(transformer: Transformer, shard: VocabShard, hidden_bCD: Array, targets_bC: Array) -> tuple[Array, Array]:
+    logits_bCV = transformer.logits(hidden_bCD, shard.table_VD)
+    # A sum over a mask, not an index: its gradient is elementwise, where that of an index is a scatter.
+    is_target_bCV = jnp.arange(logits_bCV.shape[-1]) == (targets_bC - shard.first)[..., None]
+    picked_bC = shard.total(jnp.sum(jnp.where(is_target_bCV, logits_bCV, 0), axis=-1))
+    if not shard.axes:
+        logz_bC = jax.nn.logsumexp(logits_bCV, axis=-1)
+    else:
+        largest_bC = shard.largest(jnp.max(logits_bCV, axis=-1))
+        logz_bC = largest_bC + jnp.log(shard.total(jnp.sum(jnp.exp(logits_bCV - largest_bC[..., None]), axis=-1)))
+    return logz_bC - picked_bC, logz_bC
+
+
+def loss_sums(transformer: Transformer, batch: Batch, chunk_tokens: int, dropout_key: Array | None = None) -> LossSums:
     """Loss sums of one batch.
 
     Args:
       transformer: decoder with its weights.
       batch: as for `shift`.
-      chunk: number of positions per row whose logits are in memory at once.
+      chunk_tokens: number of tokens whose logits are in the memory of a device at once.
       dropout_key: random key of dropout; None turns dropout off.
     """
     inputs_BT, targets_BT, segment_ids_BT, weights_BT = shift(batch)
     hidden_BTD, _ = transformer(inputs_BT, segment_ids_BT, dropout_key=dropout_key)
-    nll_BT, logz_BT = token_nll(transformer, hidden_BTD, targets_BT, chunk)
+    nll_BT, logz_BT = token_nll(transformer, hidden_BTD, targets_BT, chunk_tokens)
     return LossSums(
         nll=jnp.sum(nll_BT * weights_BT), z=jnp.sum(jnp.square(logz_BT) * weights_BT), tokens=jnp.sum(weights_BT)
     )  # fmt: skip

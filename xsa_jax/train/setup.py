@@ -92,7 +92,7 @@ def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Set
     abstract = abstract_state(model, tx, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = jax.jit(make_step(model, tx, lr, config.train), donate_argnums=0, out_shardings=(shardings, None))
-    return Setup(config, mesh, model, tx, abstract, step, make_evaluator(model, config.train.loss_chunk))
+    return Setup(config, mesh, model, tx, abstract, step, make_evaluator(model, config.train.loss_chunk_tokens))
 
 
 class Data(NamedTuple):

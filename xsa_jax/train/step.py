@@ -31,7 +31,7 @@ def make_step(model: Model, tx: optax.GradientTransformation, lr: optax.Schedule
     dropout = model.config.dropout > 0
 
     def objective(params, batch, key):
-        sums = loss_sums(model.bind(params), batch, config.loss_chunk, key if dropout else None)
+        sums = loss_sums(model.bind(params), batch, config.loss_chunk_tokens, key if dropout else None)
         return sums.nll + config.z_loss * sums.z, sums
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

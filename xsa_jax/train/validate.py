@@ -39,17 +39,17 @@ class PositionSums:
         }
 
 
-def make_evaluator(model: Model, loss_chunk: int) -> Evaluator:
+def make_evaluator(model: Model, chunk_tokens: int) -> Evaluator:
     """A jitted function (params, batch) -> (nll_T, tokens_T): summed loss in nats and counted targets by position, float32 [T].
 
-    `batch["valid"]`, float32 [B], is 0 for rows of padding. Logits are in memory for `loss_chunk` positions per row at a time.
+    `batch["valid"]`, float32 [B], is 0 for rows of padding. Logits are in memory for `chunk_tokens` tokens of a device at a time.
     """
 
     def sums(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         transformer = model.bind(params)
         inputs_BT, targets_BT, segment_ids_BT, weights_BT = shift(batch)
         hidden_BTD, _ = transformer(inputs_BT, segment_ids_BT)
-        nll_BT, _ = token_nll(transformer, hidden_BTD, targets_BT, loss_chunk)
+        nll_BT, _ = token_nll(transformer, hidden_BTD, targets_BT, chunk_tokens)
         weights_BT = weights_BT * batch["valid"][:, None]
         # Every device holds the sums, so that every process can read them.
         return constrain(jnp.sum(nll_BT * weights_BT, axis=0), None), constrain(jnp.sum(weights_BT, axis=0), None)
