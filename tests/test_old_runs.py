@@ -59,6 +59,7 @@ def test_it_continues_as_it_would_have(continued):
     assert stored.pop("version") == __version__
     assert stored["model"].pop("scan_unroll") == 0  # newer than the run
     assert stored.pop("watchdog")
+    assert stored["train"].pop("deterministic") is False
     assert stored["train"].pop("loss_chunk_tokens") == 32
     stored["train"]["loss_chunk"] = 16
     assert stored == json.loads((FIXTURE / "xsa" / "config.json").read_text())

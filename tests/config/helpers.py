@@ -39,7 +39,7 @@ OTHER = {
     "optim.name": "adamw", "optim.peak_lr": 1e-4, "optim.schedule": "constant", "optim.warmup_steps": 3,
     "optim.final_lr_ratio": 0.5, "optim.beta1": 0.8, "optim.beta2": 0.99, "optim.eps": 1e-6, "optim.weight_decay": 0.2,
     "optim.clip_norm": 2.0,
-    "train.num_steps": 30, "train.z_loss": 1e-4, "train.loss_chunk_tokens": 4, "train.log_every": 2,
+    "train.num_steps": 30, "train.z_loss": 1e-4, "train.loss_chunk_tokens": 4, "train.log_every": 2, "train.deterministic": True,
     "eval.every": 5, "eval.tokens": 128,
     "checkpoint.every": 7, "checkpoint.keep_last": 3, "checkpoint.keep_every": 4,
     "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2,

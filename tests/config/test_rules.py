@@ -25,7 +25,7 @@ pytestmark = pytest.mark.fast
 MAY_CHANGE_ON_RESUME = {
     "attention.impl", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every", "data.path", "data.workers",
     "eval.every", "eval.tokens", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "model.scan_unroll",
-    "train.log_every", "train.loss_chunk_tokens", *(name for name in FIELDS if name.startswith("watchdog.")),
+    "train.deterministic", "train.log_every", "train.loss_chunk_tokens", *(name for name in FIELDS if name.startswith("watchdog.")),
 }  # fmt: skip
 MAY_CHANGE_AROUND_WEIGHTS = {"attention.impl", "model.dropout", "model.dtype", "model.remat", "model.scan_unroll"}
 
@@ -55,7 +55,8 @@ def test_what_may_change_between_a_run_and_its_continuation(name):
 
 MAY_DIFFER_IN_COMPARISONS = {
     "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every", "data.path", "data.workers", "eval.every", "eval.tokens",
-    "model.scan_unroll", "train.log_every", *(name for name in FIELDS if name.startswith(("attention.", "watchdog."))),
+    "model.scan_unroll", "train.deterministic", "train.log_every",
+    *(name for name in FIELDS if name.startswith(("attention.", "watchdog."))),
 }  # fmt: skip
 
 

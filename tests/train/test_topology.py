@@ -1,4 +1,7 @@
-"""The real train step compiles for a TPU slice that is not here. Run as a program it compiles for one topology, SA and XSA."""
+"""The real train step compiles, with the options for the chip, for a TPU slice that is not here.
+
+Run as a program it compiles for one topology, SA and XSA.
+"""
 
 import importlib.util
 import os
@@ -44,7 +47,7 @@ def main(topology: str) -> None:
         tree["attention"] |= {"kind": kind, "num_heads": 4, "num_kv_heads": 4, "head_dim": 128}
         tree["data"] |= {"seq_len": 512, "batch_size": 4}
         tree["mesh"] |= {"fsdp": 2, "tensor": 2}
-        text = assemble(from_config_dict(tree), devices).lower().compile().as_text()
+        text = assemble(from_config_dict(tree), devices).compile().as_text()
         (kernel,) = {name for name in ("attention_forward", "xsa_forward") if name in text}
         print(kind, kernel, flush=True)
 

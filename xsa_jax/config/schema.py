@@ -150,6 +150,10 @@ class TrainConfig:
         2048, "number of tokens whose logits are in the memory of a device at once, in whole positions of all its rows",
         least=1, may_change=True,
     )  # fmt: skip
+    deterministic: bool = field(
+        False, "on GPUs: compile for equal bits at every start, at a cost in speed; see docs/launch.md",
+        may_change=True, may_differ=True, before=False,
+    )  # fmt: skip
     log_every: int = field(10, "steps between records of the training loss", least=1, may_change=True, may_differ=True)
 
 

@@ -212,9 +212,13 @@ def _axes(variable: nnx.Variable) -> Axes:
     return ("layers",) * stacked + variable.axes
 
 
+_ATTENTION_OUTPUTS = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse", "attention_c")
 # By model.remat: which activations of a layer are stored for the backward pass. It recomputes the others.
 _REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "attention": jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse", "attention_c"),
+    # With attention's outputs, without which its forward kernel would run a second time.
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ATTENTION_OUTPUTS
+    ),
+    "attention": _ATTENTION_OUTPUTS,
 }

@@ -63,11 +63,11 @@ def train(
         agreement.agree("checkpoints", {"newest checkpoint": checkpoints.latest})
         stack.enter_context(jax.set_mesh(setup.mesh))
         start, state = _first_state(setup, data, workdir, checkpoints)
-        folder.record_start(workdir, config, start)
+        folder.record_start(workdir, config, start, setup.compiler_options)
         metrics = stack.enter_context(_metrics(setup, workdir, start, lifeline))
         run = Run(setup, data, workdir, checkpoints, metrics, lifeline)
         lifeline.at("compile", limits.compile)
-        step = setup.lower().compile()
+        step = setup.compile()
         agreement.collect("compiled", None, limits.compile or 3600.0)  # the first collective waits only 30 s for a slower compiler
         batches = stack.enter_context(contextlib.closing(data.training.iterate(start)))
         stack.enter_context(jax.transfer_guard("disallow"))

@@ -17,6 +17,7 @@ from xsa_jax.config import Config
 from xsa_jax.errors import ConfigError
 from xsa_jax.model.attention import check_implementation
 from xsa_jax.model.transformer import Model, build
+from xsa_jax.parallel.compiler import compiler_options
 from xsa_jax.parallel.mesh import batch_rows, batch_sharding, make_mesh, platform
 from xsa_jax.train import optim
 from xsa_jax.train.state import TrainState, abstract_state, init_state
@@ -64,8 +65,18 @@ class Setup:
         ids = jax.ShapeDtypeStruct((data.batch_size, data.seq_len + 1), jnp.int32, sharding=batch_sharding(self.mesh))
         return {"tokens": ids, "segment_ids": ids} if data.documents == "isolate" else {"tokens": ids}
 
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """The options that the train step is compiled with."""
+        return compiler_options(self.mesh.devices.flat[0].device_kind, self.config.train.deterministic)
+
+    def compile(self) -> jax.stages.Compiled:
+        """The train step compiled for the devices of the mesh, which may lack hardware."""
+        options: Any = self.compiler_options
+        return self.lower().compile(options)
+
     def lower(self) -> jax.stages.Lowered:
-        """The train step lowered for the devices of the mesh, which may lack hardware. `.compile()` compiles the result."""
+        """The train step lowered for the devices of the mesh, which may lack hardware."""
         step: Any = self.step
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             traced = step.trace(self.abstract_state, self.abstract_batch())

@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -118,13 +118,14 @@ def check_nothing_lost(workdir: pathlib.Path) -> None:
         )
 
 
-def record_start(workdir: pathlib.Path, config: Config, step: int) -> None:
+def record_start(workdir: pathlib.Path, config: Config, step: int, compiler_options: Mapping[str, str]) -> None:
     """Writes config.json, and appends a line to starts.jsonl. Only process 0 writes.
 
     Args:
       workdir: folder of the run.
       config: config of the run.
       step: step that the run starts at.
+      compiler_options: options that the train step is compiled with.
     """
     hosts = agreement.collect("hosts", host())
     if jax.process_index():
@@ -140,6 +141,7 @@ def record_start(workdir: pathlib.Path, config: Config, step: int) -> None:
         "devices": describe(jax.devices()),
         "processes": jax.process_count(),
         "hosts": hosts,
+        "compiler_options": dict(compiler_options),
     }
     with (workdir / "starts.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
