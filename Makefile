@@ -8,6 +8,8 @@ READY := $(VENV)/installed
 GATES_VENV ?= .venv-gates
 GATES_RUN := $(GATES_VENV)/bin/python
 GATES_READY := $(GATES_VENV)/installed
+# Chips whose kernel cost is compared with the stored one.
+GATES_CHIPS ?= v5e,v5p,v6e,tpu7x
 GATES_TESTS := tests/kernels/test_gpu_compile.py tests/kernels/test_tpu_compile.py tests/train/test_topology.py
 
 DEMO := runs/demo
@@ -48,7 +50,7 @@ test-fast: $(READY)
 ## Compile kernels and a train step for TPUs and GPUs, without the hardware, and compare the kernels' cost with the stored one.
 gates: $(GATES_READY)
 	GATES=required $(GATES_RUN) -m pytest -n auto --dist worksteal $(GATES_TESTS)
-	PYTHONPATH=kernels $(GATES_RUN) benchmarks/tpu_bundles.py --check benchmarks/results/tpu_bundles.json
+	PYTHONPATH=kernels $(GATES_RUN) benchmarks/tpu_bundles.py --chips $(GATES_CHIPS) --check benchmarks/results/tpu_bundles.json
 
 lint: $(READY)
 	$(RUN) -m ruff check .
