@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 # Collective matmul divides a product into steps that pass operands round the ring. At the large batches per chip of training it
-# costs more than it hides: compiled for 0.7B on v5e-16, the step takes more than twice the estimated cycles with it.
+# costs more than it hides.
 _NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 # Gathers that run beside the products around them, and in several of their steps. The names are those of MaxText's list of flags
 # for v6e.

@@ -78,11 +78,11 @@ class Lifeline:
     def slowest(self, seconds: Mapping[str, float]) -> dict[str, Any]:
         """Publishes seconds by name, and returns those of the slowest process.
 
-        A process that is alone gets its own seconds back. With several, process 0 also gets `NAME_process` for each name, and
-        the values of the others are up to a second old.
+        A process that is alone gets its own seconds back, and so does each but process 0, which also gets `NAME_process` for each
+        name. The values of the others are up to a second old.
         """
         self._pace = dict(seconds)
-        if self._client is None:
+        if self._client is None or process_index():
             return dict(seconds)
         result: dict[str, Any] = dict(seconds)
         mine = process_index()

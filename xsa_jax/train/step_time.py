@@ -49,8 +49,7 @@ class Stepper:
         with jax.set_mesh(setup.mesh):
             self._state: TrainState = setup.init_state()
             self._batch = put_batch(setup.mesh, batch)
-            step: Any = setup.step
-            self.compiled = step.lower(self._state, self._batch).compile()
+            self.compiled = setup.compile()
 
     def seconds(self) -> float:
         """Runs one more step, and returns its time in seconds."""
