@@ -8,10 +8,24 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+import pytest
+
+from tests.data.helpers import text_store, words
 from tests.helpers import REPO, subprocess_env, tiny_flags
 
 STEPS = 8
 STOPPED = 75
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> pathlib.Path:
+    return text_store(tmp_path_factory.mktemp("data") / "store", words(80), validation_fraction=0.2).path
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> pathlib.Path:
+    """Where the processes of a file of tests keep what they compile."""
+    return tmp_path_factory.mktemp("compiled")
 
 
 def free_port() -> int:

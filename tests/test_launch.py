@@ -10,9 +10,8 @@ import sys
 import pytest
 import yaml
 
-from tests.data.helpers import text_store, words
 from tests.helpers import REPO, subprocess_env
-from tests.processes import STEPS, STOPPED, free_port, losses, train, wait_for
+from tests.processes import STEPS, STOPPED, compiled, free_port, losses, store, train, wait_for  # noqa: F401 fixtures
 
 LAUNCH = REPO / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
@@ -29,16 +28,6 @@ done
 shift
 exec sh -c "$*"
 """
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> pathlib.Path:
-    return text_store(tmp_path_factory.mktemp("data") / "store", words(80), validation_fraction=0.2).path
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("compiled")
 
 
 @pytest.mark.fast

@@ -16,19 +16,8 @@ import pytest
 
 from tests.data.helpers import text_store, words
 from tests.helpers import REPO
-from tests.processes import STEPS, STOPPED, Processes, losses, train
+from tests.processes import STEPS, STOPPED, Processes, compiled, losses, store, train  # noqa: F401 fixtures
 from xsa_jax.train.checkpoint import Checkpoints
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> pathlib.Path:
-    return text_store(tmp_path_factory.mktemp("data") / "store", words(80), validation_fraction=0.2).path
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> pathlib.Path:
-    """Where the processes of all tests here keep what they compile."""
-    return tmp_path_factory.mktemp("compiled")
 
 
 @pytest.fixture
