@@ -14,6 +14,7 @@ from xsa_jax.config import Config, from_config_dict
 from xsa_jax.train.loss import loss_sums
 
 SHIPPED = [("smoke", ()), ("demo", ()), ("paper", ("0p7b",)), ("paper", ("1p3b",)), ("paper", ("2p7b",))]
+LARGE = {("1p3b",), ("2p7b",)}
 
 
 def _config(name: str, arguments: tuple[str, ...], *, tied: bool) -> Config:
@@ -38,7 +39,11 @@ def test_every_shipped_config_is_covered():
     assert {name for name, _ in SHIPPED} == {path.stem for path in (REPO / "configs").glob("*.py")}
 
 
-@pytest.mark.parametrize(("name", "arguments"), SHIPPED, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [pytest.param(*case, marks=[pytest.mark.long] if case[1] in LARGE else []) for case in SHIPPED],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_loss_starts_at_ln_v_and_gradients_at_one_size(name, arguments, tied):
     if not tied and arguments and arguments != ("0p7b",):
@@ -49,7 +54,7 @@ def test_loss_starts_at_ln_v_and_gradients_at_one_size(name, arguments, tied):
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (2, 33), dtype=np.int32)
 
     def loss(params):
-        sums = loss_sums(model.bind(params), {"tokens": tokens}, chunk=32)
+        sums = loss_sums(model.bind(params), {"tokens": tokens}, chunk_tokens=64)
         return sums.nll / sums.tokens
 
     first, gradients = jax.jit(jax.value_and_grad(loss))(params)
