@@ -19,7 +19,7 @@ DEMO_FLAGS ?=
 # The packages for other devices, beside those of the CPU: make install EXTRA=tpu or EXTRA=cuda12.
 EXTRA ?=
 
-.PHONY: demo install test test-fast gates lint format lock docs clean-demo check-python
+.PHONY: demo install test test-all test-fast gates lint format lock docs clean-demo check-python
 
 ## Train SA and XSA on text that ships with Python, evaluate both, and print and plot the comparison.
 demo: $(READY)
@@ -43,6 +43,10 @@ install: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest -n auto --dist loadfile
+
+## The tests with the further cases that `make test` leaves out, for minutes more.
+test-all: $(READY)
+	$(RUN) -m pytest -n auto --dist loadfile -m ""
 
 test-fast: $(READY)
 	$(RUN) -m pytest -n auto --dist loadfile -m fast

@@ -56,7 +56,7 @@ def alone(tmp_path_factory, compiled, store) -> pathlib.Path:
 # Tensor shards over both processes make both hold every row.
 @pytest.mark.parametrize(
     ("count", "mesh"),
-    [(2, {"mesh.tensor": 4}), (4, {"mesh.fsdp": 2, "mesh.tensor": 2})],
+    [(2, {"mesh.tensor": 4}), pytest.param(4, {"mesh.fsdp": 2, "mesh.tensor": 2}, marks=pytest.mark.long)],
     ids=["2x2 tensor", "4x1 fsdp and tensor"],
 )
 def test_any_number_of_processes_makes_the_same_run(launch, tmp_path, store, alone, count, mesh):
@@ -90,7 +90,7 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(launch, tmp_p
 
 
 # An fsdp mesh over both makes each process gather from the other.
-@pytest.mark.parametrize(("victim", "mesh"), [(0, {"mesh.data": 4}), (1, {"mesh.fsdp": 4})])
+@pytest.mark.parametrize(("victim", "mesh"), [(0, {"mesh.data": 4}), pytest.param(1, {"mesh.fsdp": 4}, marks=pytest.mark.long)])
 def test_a_killed_process_ends_the_others_and_the_same_command_goes_on(launch, tmp_path, store, alone, victim, mesh):
     workdir = tmp_path / "run"
     arguments = [train(workdir, store, mesh)] * 2

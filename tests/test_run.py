@@ -112,7 +112,7 @@ def test_a_run_learns_and_leaves_its_record(straight):
         assert checkpoints.steps == [21, 24]  # keep_last = 2
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_killed_twice_equals_straight(tmp_path, store, straight, workers):
     workdir = tmp_path / "run"
     # A save at every step: the kill falls into the middle of one.
@@ -147,7 +147,9 @@ def test_the_stream_that_a_resumed_run_reads_is_the_one_it_left(store, straight)
     np.testing.assert_array_equal(next(make().iterate(STEPS))["tokens"], next(whole)["tokens"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGINT, signal.SIGUSR1))]
+)
 def test_a_polite_stop_saves_and_continues_exactly(tmp_path, store, straight, number):
     workdir = tmp_path / "run"
     process = start(tmp_path, workdir, store, "--config.checkpoint.every=1000")

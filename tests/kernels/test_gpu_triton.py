@@ -91,7 +91,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("tile", [SMALL, tiles(16, 32)], ids=["16x16", "16x32"])
+@pytest.mark.parametrize("tile", [SMALL, pytest.param(tiles(16, 32), marks=pytest.mark.long)], ids=["16x16", "16x32"])
 @pytest.mark.parametrize("features", FEATURES)
 def test_equals_oracle(features, tile):
     if tile != SMALL and features not in ("window", "full", "segments"):

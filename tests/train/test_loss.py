@@ -150,7 +150,7 @@ def test_the_output_matrix_is_gathered_once_and_its_gradient_reduced_once(mesh):
     assert not any(of_the_table.values()), of_the_table
 
 
-@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_mesh_changes_neither_losses_nor_gradients(tie):
     config = tiny_config(
         {"model.tie_embeddings": tie, "model.logit_softcap": 5.0, "train.loss_chunk_tokens": 2, "data.documents": "isolate"}
