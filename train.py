@@ -13,8 +13,7 @@ import sys
 from absl import app, flags
 from ml_collections import config_flags
 
-from xsa_jax.config import from_config_dict, table
-from xsa_jax.config.stored import REPLACED
+from xsa_jax.config import command_line, from_config_dict, table
 from xsa_jax.errors import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, such as configs/demo.py; --config.a.b=c sets a field.")
@@ -64,28 +63,11 @@ def run(workdir: pathlib.Path) -> str | None:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parses the flags by absl. An unusable config file or field ends the program with one line, not with a traceback."""
+    """Parses the flags. Unusable ones end the program with one line."""
     try:
-        rest = flags.FLAGS([argv[0], "--verbosity=-1", *argv[1:]])  # no info lines: libraries log every file that they use
-        CONFIG.value.keys()  # ml_collections raises at the first use of a config file that it cannot read
-        return rest
-    except (AttributeError, KeyError) as error:  # ml_collections names only the unknown part of --config.a.b
-        cause = error.args[0]
-        reason = " ".join(str(cause.args[0] if isinstance(cause, KeyError) else cause).split())
-        given = [arg for arg in argv if arg.startswith("--config.") and any(f"'{part}'" in reason for part in _field_parts(arg))]
-        named = given[0] if given else "--config"
-        today = REPLACED.get(named.split("=")[0].removeprefix("--config."))
-        sys.exit(f"error: {named}: unknown field: {reason}{f'; set {today}' if today else ''}")
-    except flags.Error as error:  # the error of a failing config file holds its traceback, whose last line gives the reason
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        has_traceback = any(line.startswith("Traceback") for line in lines)
-        sys.exit(f"error: {lines[0]} {lines[-1]}" if has_traceback else f"error: {' '.join(lines)}")
-    except (OSError, UserError) as error:
-        sys.exit(f"error: --config: {' '.join(str(error).split())}")
-
-
-def _field_parts(override: str) -> list[str]:
-    return override.split("=")[0].split(".")[1:]
+        return command_line.parse(CONFIG, argv)
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def one_run(saves: int) -> list[dict[str, Any]]:
         tree.attention.kind = "xsa"
         tree.data.path = f"{folder}/tokens"
         config = from_config_dict(tree)
-        setup, data = assemble(config, jax.devices()[:1]), open_data(config)
+        setup = assemble(config, jax.devices()[:1])
+        data = open_data(config, setup.mesh)
         state = setup.init_state()
         with Checkpoints(pathlib.Path(folder), CheckpointConfig(keep_last=1)) as checkpoints, jax.set_mesh(setup.mesh):
             batches = data.training.iterate()

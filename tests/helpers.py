@@ -81,7 +81,7 @@ def random_params(model: Model, seed: int = 0) -> Params:
 
 def mesh_of(config: Config, devices: int = 1) -> Mesh:
     """The config's mesh over the first of the eight fake devices."""
-    return make_mesh(config.mesh, config.data.batch_size, jax.devices()[:devices])
+    return make_mesh(config.mesh, config.data.batch_size, config.model.d_model, jax.devices()[:devices])
 
 
 def model_of(config: Config) -> Model:

@@ -29,6 +29,7 @@ ALLOWED = {
     "xsa_jax.compare": _PLAIN | {"xsa_jax.config"},
 }
 ALLOWED["xsa_jax.selfcheck"] = {"xsa_kernels", "xsa_jax.errors", "xsa_jax.config", "xsa_jax.parallel", "xsa_jax.train"}
+ALLOWED["xsa_jax.plan"] = {"xsa_jax.errors", "xsa_jax.config", "xsa_jax.parallel", "xsa_jax.train"}
 ALLOWED["xsa_jax.evaluate"] = _PLAIN | {
     "xsa_kernels", "xsa_jax.config", "xsa_jax.parallel", "xsa_jax.model", "xsa_jax.data",
     "xsa_jax.train.checkpoint", "xsa_jax.train.loss", "xsa_jax.train.state", "xsa_jax.train.validate",

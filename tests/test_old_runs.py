@@ -62,6 +62,8 @@ def test_it_continues_as_it_would_have(continued):
     assert stored["train"].pop("deterministic") is False
     assert stored["train"].pop("loss_chunk_tokens") == 32
     stored["train"]["loss_chunk"] = 16
+    assert stored["mesh"]["fsdp"] == -1
+    stored["mesh"]["fsdp"] = 1
     assert stored == json.loads((FIXTURE / "xsa" / "config.json").read_text())
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import REPO
 from xsa_jax.config import config_dict, flatten, from_config_dict
 from xsa_jax.errors import ConfigError
-from xsa_jax.train.metrics import train_flops_per_token
+from xsa_jax.train.flops import train_flops_per_token
 
 pytestmark = pytest.mark.fast
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/config.md", "kernels/README.md")
@@ -74,8 +74,10 @@ def test_a_pair_of_the_paper_differs_in_the_kind_of_attention_alone(size, parame
     assert paper.overrides(size).keys() <= dict(flatten(config_dict().to_dict())).keys()
     # 6 FLOPs a weight and token, and attention on top: the size is the one in its name.
     config = from_config_dict(xsa)
-    attention = 12 * config.model.num_layers * config.attention.num_heads * config.attention.head_dim * config.data.seq_len
-    flops = train_flops_per_token(config.model, config.attention, config.data.seq_len)
+    attention = (
+        12 * config.model.num_layers * config.attention.num_heads * config.attention.head_dim * (config.data.seq_len + 1) / 2
+    )
+    flops = train_flops_per_token(config).model
     assert (flops - attention) / 6 == pytest.approx(parameters, rel=0.01)
 
 

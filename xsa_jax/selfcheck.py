@@ -24,7 +24,7 @@ from xsa_jax.parallel import distributed
 from xsa_jax.parallel.lifeline import Lifeline
 from xsa_jax.parallel.mesh import describe, platform
 from xsa_jax.parallel.process import prepare_process
-from xsa_jax.train.metrics import peak_flops, train_flops_per_token
+from xsa_jax.train.flops import peak_flops
 from xsa_jax.train.setup import assemble
 from xsa_jax.train.step_time import Stepper
 
@@ -105,7 +105,7 @@ def check(steps: int) -> None:
     seconds += [stepper.seconds() for _ in range(steps)]
     median = statistics.median(seconds[len(seconds) // 2 :])
     tokens = config.data.batch_size * config.data.seq_len
-    flops = train_flops_per_token(config.model, config.attention, config.data.seq_len) * tokens
+    flops = setup.flops_per_token.model * tokens
     peak = peak_flops(devices[0].device_kind, config.model.dtype)
     mfu = f"{100 * flops / median / peak / len(devices):.1f}%" if peak else "unknown for this device and type"
     print(f"{steps} steps: {1e3 * median:.1f} ms a step, {tokens / median:,.0f} tokens/s, MFU {mfu}; loss {stepper.loss:.3f}")

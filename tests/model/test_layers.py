@@ -59,6 +59,24 @@ def test_scores_depend_on_the_distance_alone():
     assert abs(score(3, 0) - score(0, 3)) > 0.1  # forwards is not backwards
 
 
+def test_the_product_with_a_permutation_turns_as_the_halves_do(monkeypatch):
+    """The form for TPUs: in bfloat16 each term is rounded as in the other form, and so are the sums but for a fused product."""
+    x_BTHE = np.random.default_rng(0).normal(size=(2, 5, 3, 8)).astype(np.float32)
+    phases = layers.rope_phases(jnp.arange(5)[None], 8, 10_000.0)
+    for dtype, tolerance in ((jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)):
+        x = jnp.array(x_BTHE, dtype)
+        halves, pullback = jax.vjp(lambda x: layers.rotate(x, phases), x)
+        with monkeypatch.context() as patch:
+            patch.setattr(layers, "traced_for", lambda: "tpu")
+            product, other = jax.vjp(lambda x: layers.rotate(x, phases), x)
+            lowered = jax.jit(lambda x: layers.rotate(x, phases)).lower(x).as_text()
+        assert product.dtype == dtype
+        assert "dot_general" in lowered
+        np.testing.assert_allclose(product.astype(np.float32), halves.astype(np.float32), atol=tolerance, rtol=tolerance)
+        for a, b in zip(other(product), pullback(product), strict=True):
+            np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), atol=2 * tolerance, rtol=2 * tolerance)
+
+
 def test_bfloat16_tokens_far_out_are_turned_by_float32_phases():
     x_BTHE = jnp.ones((1, 2, 1, 8), jnp.bfloat16)
     turned = layers.rotate(x_BTHE, layers.rope_phases(jnp.array([[1000, 1001]]), 8, 10_000.0))

@@ -18,7 +18,8 @@ from xsa_jax import progress
 from xsa_jax.config import Config, config_dict, from_config_dict
 from xsa_jax.errors import UserError
 from xsa_jax.train import metrics as metrics_module
-from xsa_jax.train.metrics import Metrics, peak_flops, train_flops_per_token
+from xsa_jax.train.flops import peak_flops, train_flops_per_token
+from xsa_jax.train.metrics import Metrics
 
 pytestmark = pytest.mark.fast
 
@@ -50,14 +51,19 @@ def clock(monkeypatch) -> Clock:
 
 
 def flops_of(config: Config) -> float:
-    return train_flops_per_token(config.model, config.attention, config.data.seq_len)
+    return train_flops_per_token(config).model
 
 
 def metrics_of(workdir: pathlib.Path, config: Config, start: int, devices: list[Any], line_seconds: float = 0.0) -> Metrics:
     """What the loop makes for these devices, but with a line for every record."""
     peak = peak_flops(devices[0].device_kind, config.model.dtype)
     return Metrics(
-        workdir, config.train, start, flops_per_token=flops_of(config), peak=peak and peak * len(devices), line_seconds=line_seconds
+        workdir,
+        config.train,
+        start,
+        flops_per_token=train_flops_per_token(config),
+        peak=peak and peak * len(devices),
+        line_seconds=line_seconds,
     )
 
 
@@ -74,9 +80,28 @@ def test_flops_by_hand():
     config = tiny_config({"model.num_layers": 3, "attention.num_kv_heads": 2})
     # Per layer and token: q 32x24, k and v 32x12 each, out 24x32, MLP 2 x 32x48; the head 32x62.
     weights = 3 * (768 + 2 * 384 + 768 + 2 * 1536) + 1984
-    assert flops_of(config) == 6 * weights + 3 * 12 * 24 * 16
+    # On average a query sees 8.5 of its 16 keys, and with a window of 5 it sees (1 + 2 + 3 + 4 + 12 * 5) / 16.
+    assert flops_of(config) == 6 * weights + 3 * 12 * 24 * 8.5
     gated = tiny_config({"model.num_layers": 3, "attention.num_kv_heads": 2, "model.mlp": "swiglu", "attention.window": 5})
-    assert flops_of(gated) == 6 * (weights + 3 * 1536) + 3 * 12 * 24 * 5
+    assert flops_of(gated) == 6 * (weights + 3 * 1536) + 3 * 12 * 24 * 70 / 16
+
+
+@pytest.mark.parametrize(
+    ("remat", "again"),
+    # Products of one layer that the backward pass repeats: the first MLP matrix; q, k, v and out; both products of attention.
+    [
+        ("none", 0), ("dots", 0), ("auto", 0), ("qkv", 1536), ("offload", 1536), ("attention", 1536 + 768 + 2 * 384 + 768),
+        ("full", 1536 + 768 + 2 * 384 + 768 + 2 * 24 * 8.5),
+    ],
+)  # fmt: skip
+def test_hardware_flops_by_hand(remat, again):
+    config = tiny_config({"model.num_layers": 3, "model.remat": remat, "train.loss_chunk_tokens": 128})
+    scores = 24 * 8.5  # which every backward kernel computes once more
+    found = train_flops_per_token(config)
+    assert found.hardware - found.model == pytest.approx(2 * 3 * (again + scores))
+    chunked = train_flops_per_token(tiny_config({"model.num_layers": 3, "model.remat": remat, "train.loss_chunk_tokens": 127}))
+    assert chunked.hardware - found.hardware == pytest.approx(2 * 1984)  # the logits of each chunk
+    assert train_flops_per_token(config, 2) == found
 
 
 def test_flops_are_six_per_parameter_at_the_paper_shape_and_the_same_for_xsa():
@@ -87,7 +112,7 @@ def test_flops_are_six_per_parameter_at_the_paper_shape_and_the_same_for_xsa():
     config = from_config_dict(tree)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model_of(config).abstract_params))
     assert 0.7e9 < parameters < 0.8e9
-    attention = 12 * 24 * 1536 * 2048
+    attention = 12 * 24 * 1536 * 2049 / 2
     assert flops_of(config) - attention == pytest.approx(6 * parameters, rel=0.001)
     tree["attention"]["kind"] = "xsa"
     assert flops_of(from_config_dict(tree)) == flops_of(config)
@@ -97,7 +122,7 @@ def test_flops_are_six_per_parameter_at_the_paper_shape_and_the_same_for_xsa():
     ("kind", "peak"),
     [
         ("TPU v4", 275e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12), ("TPU v5p", 459e12), ("TPU v6 lite", 918e12),
-        ("TPU7x", 2307e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
+        ("TPU7x", 1153.5e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H200", 989e12), ("cpu", None), ("NVIDIA GeForce RTX 3090", None), ("TPU v9", None),
     ],
 )  # fmt: skip
@@ -140,6 +165,7 @@ def test_mfu_of_a_known_device(tmp_path, clock, capsys):
     last = records(tmp_path)[-1]
     assert last["tokens_per_second"] == pytest.approx(5e8)
     assert last["mfu"] == pytest.approx(5e8 * flops_of(config) / (4 * 989e12))
+    assert last["hfu"] == pytest.approx(5e8 * train_flops_per_token(config).hardware / (4 * 989e12))
     assert f"MFU {100 * last['mfu']:.1f}%" in capsys.readouterr().out
 
 

@@ -80,7 +80,9 @@ def _check_optimisation(config: Config) -> None:
 def _check_mesh(config: Config) -> None:
     model, attention, data, mesh = config.model, config.attention, config.data, config.mesh
     _require(mesh.data != 0, "mesh.data=0: expected a positive number, or -1 for all devices that are left")
-    batch_shards = max(mesh.data, 1) * mesh.fsdp
+    _require(mesh.fsdp != 0, "mesh.fsdp=0: expected a positive number, or -1 for the choice by the devices")
+    fsdp = max(mesh.fsdp, 1)
+    batch_shards = max(mesh.data, 1) * fsdp
     _require(
         data.batch_size % batch_shards == 0,
         f"data.batch_size={data.batch_size}: expected a multiple of mesh.data * mesh.fsdp = {batch_shards}",
@@ -90,4 +92,4 @@ def _check_mesh(config: Config) -> None:
     )  # fmt: skip
     for name, size in split_by_tensor:
         _require(size % mesh.tensor == 0, f"{name}={size}: expected a multiple of mesh.tensor={mesh.tensor}")
-    _require(model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model}: expected a multiple of mesh.fsdp={mesh.fsdp}")
+    _require(model.d_model % fsdp == 0, f"model.d_model={model.d_model}: expected a multiple of mesh.fsdp={fsdp}")

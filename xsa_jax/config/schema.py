@@ -61,8 +61,9 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float32"] = field(
         "bfloat16", "compute type; parameters, softmax and projection stay float32", keeps_weights=True
     )
-    remat: Literal["none", "full", "dots", "attention"] = field(
-        "none", "recomputed in the backward pass: `none`, `dots` (all but matmuls), `attention` (all but attention), `full`",
+    remat: Literal["none", "dots", "qkv", "attention", "full", "offload", "auto"] = field(
+        "none", "recomputed in the backward pass: `none`, `dots` (all but matmuls), `qkv` (all but attention and its inputs), "
+        "`attention` (all but attention), `full`; `offload`: as `qkv`, stored in the host's memory; `auto`: the least that fits",
         may_change=True, keeps_weights=True,
     )  # fmt: skip
     scan_unroll: int = field(
@@ -179,7 +180,10 @@ class MeshConfig:
     """The shape of the device mesh."""
 
     data: int = field(-1, "number of model replicas; -1 = as many as the devices allow", least=-1, may_change=True)
-    fsdp: int = field(1, "number of shards of parameters and optimiser state; they also split the batch", least=1, may_change=True)
+    fsdp: int = field(
+        -1, "shards of parameters, optimiser state and batch; -1 = up to 16 chips of a TPU slice, the GPUs of a host, 1 on a CPU",
+        least=-1, may_change=True,
+    )  # fmt: skip
     tensor: int = field(1, "number of shards of heads, feed-forward and vocabulary", least=1, may_change=True)
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import xsa_kernels
 from xsa_jax.config import AttentionConfig, ModelConfig
@@ -77,6 +78,8 @@ class Attention(nnx.Module):
         if v_first_BTKE is not None:
             v_first_BTKE = jnp.where(layer == 0, v_BTKE, v_first_BTKE)
             v_BTKE = v_BTKE + self.value_mix[...].astype(dtype) * (v_first_BTKE - v_BTKE)
+
+        q_BTHE, k_BTKE, v_BTKE = (checkpoint_name(x, "attention_in") for x in (q_BTHE, k_BTKE, v_BTKE))  # for model.remat
 
         # XSA uses the v that attention averages, which includes the value residual and is not rotated.
         mask = xsa_kernels.MaskSpec(causal=True, window=config.window or None, segment_ids=context.segment_ids_BT)

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from xsa_jax.config import ModelConfig
-from xsa_jax.parallel.mesh import traced_for_cpu
+from xsa_jax.parallel.mesh import traced_for
 
 Array = jax.Array
 
@@ -61,7 +61,7 @@ def linear(x: Array, weight: Array, num_input_axes: int = 1, dtype: DTypeLike | 
     On a TPU mesh flat operands would make XLA divide more products into collective permutes.
     """
     weight = weight.astype(x.dtype)
-    if not traced_for_cpu():
+    if traced_for() != "cpu":
         return jnp.tensordot(x, weight, num_input_axes, preferred_element_type=dtype)
     inputs, outputs = weight.shape[:num_input_axes], weight.shape[num_input_axes:]
     flat = weight.reshape(math.prod(inputs), math.prod(outputs))
@@ -148,8 +148,19 @@ def rope_phases(position_BT: Array, head_dim: int, theta: float) -> tuple[Array,
 
 
 def rotate(x_BTHE: Array, phases: tuple[Array, Array]) -> Array:
-    """Rotates the pairs (i, i + E/2) of each head by `phases`, the cosine and sine of the position."""
+    """Rotates the pairs (i, i + E/2) of each head by `phases`, the cosine and sine of the position.
+
+    On a TPU the halves of a head change places by a product with a permutation matrix, which is exact. Arrays of half a head fill
+    half of the lanes: without the product the train step of the paper's 0.7B took 10% more cycles.
+    """
     cos, sin = phases
+    E = x_BTHE.shape[-1]
+    if traced_for() == "tpu":
+        # Products of float32 numbers are rounded to bfloat16 unless the highest precision is asked for.
+        exchange_EE = jnp.roll(jnp.eye(E, dtype=x_BTHE.dtype), E // 2, axis=1)
+        exchanged_BTHE = jnp.matmul(x_BTHE, exchange_EE, precision=jax.lax.Precision.HIGHEST).astype(jnp.float32)
+        cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+        return (x_BTHE.astype(jnp.float32) * cos + exchanged_BTHE * sin).astype(x_BTHE.dtype)
     a, b = jnp.split(x_BTHE.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHE.dtype)
 

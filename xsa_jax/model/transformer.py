@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from xsa_jax.config import AttentionConfig, ModelConfig
 from xsa_jax.model import layers
@@ -39,9 +40,9 @@ class Block(nnx.Module):
         attention_key = mlp_key = None
         if context.dropout_key is not None:
             attention_key, mlp_key = jax.random.split(jax.random.fold_in(context.dropout_key, layer))
-        x_BTD = constrain(x_BTD, "batch", None, None)
+        x_BTD = checkpoint_name(constrain(x_BTD, "batch", None, None), "layer_in")
         out_BTD, v_first_BTKE, stats = self.attention(self.attention_norm(x_BTD), v_first_BTKE, layer, context)
-        x_BTD = x_BTD + layers.dropout(out_BTD, self.dropout, attention_key)
+        x_BTD = checkpoint_name(x_BTD + layers.dropout(out_BTD, self.dropout, attention_key), "mlp_in")
         x_BTD = x_BTD + layers.dropout(self.mlp(self.mlp_norm(x_BTD)), self.dropout, mlp_key)
         return constrain(x_BTD, "batch", None, None), v_first_BTKE, stats
 
@@ -121,7 +122,7 @@ class Transformer(nnx.Module):
             x_BTD, v_first_BTKE, stats = block(x_BTD, v_first_BTKE, layer, context)
             return (x_BTD, v_first_BTKE), stats
 
-        if config.remat != "none":
+        if config.remat in _REMAT:
             # A loop already keeps the compiler from merging the recomputation with the forward pass.
             body = jax.checkpoint(body, policy=_REMAT[config.remat], prevent_cse=self.unroll == config.num_layers)
         layer_L = jnp.arange(config.num_layers, dtype=jnp.int32)
@@ -195,7 +196,7 @@ def build(config: ModelConfig, attention: AttentionConfig, platform: str | None 
       ConfigError: `attention.xsa.layers` is invalid for this number of layers.
     """
     # Unrolled, XLA for CPUs computes the recomputation of model.remat early, and saves no memory.
-    unrolls = platform == "cpu" and config.remat == "none" and config.num_layers <= 8
+    unrolls = platform == "cpu" and config.remat not in _REMAT and config.num_layers <= 8
     unroll = min(config.scan_unroll, config.num_layers) or (config.num_layers if unrolls else 1)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _transformer(config, attention, unroll, jax.random.key(0))))
     params = nnx.to_pure_dict(state)
@@ -212,13 +213,21 @@ def _axes(variable: nnx.Variable) -> Axes:
     return ("layers",) * stacked + variable.axes
 
 
-_ATTENTION_OUTPUTS = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse", "attention_c")
+_ATTENTION_OUT = ("attention_out", "attention_lse", "attention_c")  # the residuals of xsa_kernels.attention
+_policies = jax.checkpoint_policies
 # By model.remat: which activations of a layer are stored for the backward pass. It recomputes the others.
 _REMAT = {
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "full": _policies.nothing_saveable,
+    "attention": _policies.save_only_these_names(*_ATTENTION_OUT),
+    "qkv": _policies.save_only_these_names(*_ATTENTION_OUT, "attention_in", "mlp_in"),
     # With attention's outputs, without which its forward kernel would run a second time.
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ATTENTION_OUTPUTS
+    "dots": _policies.save_from_both_policies(
+        _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(*_ATTENTION_OUT)
     ),
-    "attention": _ATTENTION_OUTPUTS,
+    "offload": _policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["attention_lse", "attention_c"],  # a number per head: small, and the host has no such layout
+        names_which_can_be_offloaded=["layer_in", "attention_in", "attention_out", "mlp_in"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }

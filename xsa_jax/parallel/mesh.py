@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from xsa_jax.config import MeshConfig
 from xsa_jax.errors import ConfigError
+from xsa_jax.parallel.devices import arrange, default_fsdp
 from xsa_kernels import Sharding
 
 # Logical axis -> mesh axes that split it. None: the axis is not split.
@@ -32,34 +33,38 @@ RULES: dict[str, tuple[str, ...] | None] = {
 Axes = tuple[str | None, ...]
 
 
-def make_mesh(sizes: MeshConfig, batch_size: int, devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(sizes: MeshConfig, batch_size: int, d_model: int, devices: Sequence[jax.Device]) -> Mesh:
     """The mesh with axes (data, fsdp, tensor).
 
     Args:
       sizes: the `mesh` group of the config.
       batch_size: number of rows of a batch over all devices.
+      d_model: width of the model.
       devices: devices of the mesh. They may belong to a topology description, without hardware.
 
     Raises:
-      ConfigError: the product of the sizes is not the number of devices, or the batch does not divide over the batch shards.
+      ConfigError: the product of the sizes is not the number of devices, the batch does not divide over the batch shards, or
+        several TPU slices do not divide the data axis.
     """
-    data = sizes.data if sizes.data > 0 else len(devices) // (sizes.fsdp * sizes.tensor)
-    shape = (data, sizes.fsdp, sizes.tensor)
+    fsdp = sizes.fsdp if sizes.fsdp > 0 else default_fsdp(devices, sizes.tensor, math.gcd(batch_size, d_model))
+    data = sizes.data if sizes.data > 0 else len(devices) // (fsdp * sizes.tensor)
+    shape = (data, fsdp, sizes.tensor)
     if math.prod(shape) != len(devices):
+        chosen = "" if sizes.fsdp > 0 else f" (here {fsdp})"
         raise ConfigError(
-            f"mesh.data={sizes.data}, mesh.fsdp={sizes.fsdp}, mesh.tensor={sizes.tensor}: expected sizes that multiply to the "
-            f"{len(devices)} devices of this run"
+            f"mesh.data={sizes.data}, mesh.fsdp={sizes.fsdp}{chosen}, mesh.tensor={sizes.tensor}: expected sizes that multiply to "
+            f"the {len(devices)} devices of this run"
         )
-    if batch_size % (data * sizes.fsdp):
-        raise ConfigError(f"data.batch_size={batch_size}: expected a multiple of the {data * sizes.fsdp} batch shards of this mesh")
+    if batch_size % (data * fsdp):
+        raise ConfigError(f"data.batch_size={batch_size}: expected a multiple of the {data * fsdp} batch shards of this mesh")
     # Auto: the compiler moves data between shardings; constraints below only steer it.
-    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3, devices=devices)
+    return Mesh(arrange(shape, devices), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
 def make_evaluation_mesh(d_model: int, devices: Sequence[jax.Device]) -> Mesh:
     """The mesh of all devices for a model of this width, with the weights split over the devices where the width allows."""
     shards = len(devices) if d_model % len(devices) == 0 else 1
-    return make_mesh(MeshConfig(fsdp=shards), len(devices), devices)
+    return make_mesh(MeshConfig(fsdp=shards), len(devices), d_model, devices)
 
 
 def platform(mesh: Mesh) -> str:
@@ -68,10 +73,10 @@ def platform(mesh: Mesh) -> str:
     return "gpu" if found in ("cuda", "rocm") else found
 
 
-def traced_for_cpu() -> bool:
-    """Whether the ambient mesh, of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`, is one of CPUs. False without a mesh."""
+def traced_for() -> str | None:
+    """The platform of the ambient mesh, of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`; None without a mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform == "cpu"
+    return device.platform if device is not None else None
 
 
 def describe(devices: Sequence[jax.Device]) -> str:
@@ -112,8 +117,8 @@ def batch_rows(mesh: Mesh, batch_size: int) -> tuple[int, ...]:
       mesh: mesh of the run.
       batch_size: number of rows of the batch over all devices, a multiple of the number of batch shards.
     """
-    shards, here = _batch_shards(mesh)
-    size = batch_size // shards
+    here = _shards_here(mesh)
+    size = batch_size // batch_shards(mesh)
     return tuple(row for shard in here for row in range(shard * size, (shard + 1) * size))
 
 
@@ -125,7 +130,7 @@ def put_batch(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Arra
       batch: the rows of this process, those of `batch_rows`, in arrays [rows, ...].
     """
     split_rows = batch_sharding(mesh)
-    shards, here = _batch_shards(mesh)
+    shards, here = batch_shards(mesh), _shards_here(mesh)
 
     def global_array(rows: np.ndarray) -> jax.Array:
         size = len(rows) // len(here)
@@ -141,11 +146,15 @@ def put_batch(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Arra
         return {name: global_array(rows) for name, rows in batch.items()}
 
 
-def _batch_shards(mesh: Mesh) -> tuple[int, list[int]]:
-    """The number of batch shards, and the indices of those that devices of this process hold, ascending."""
-    shards = math.prod(mesh.shape[axis] for axis in RULES["batch"] or ())
-    indices = batch_sharding(mesh).addressable_devices_indices_map((shards,))
-    return shards, sorted({index[0].start or 0 for index in indices.values() if index is not None})
+def batch_shards(mesh: Mesh) -> int:
+    """The number of parts that the rows of a batch are split into."""
+    return math.prod(mesh.shape[axis] for axis in RULES["batch"] or ())
+
+
+def _shards_here(mesh: Mesh) -> list[int]:
+    """The indices of the batch shards that devices of this process hold, ascending."""
+    indices = batch_sharding(mesh).addressable_devices_indices_map((batch_shards(mesh),))
+    return sorted({index[0].start or 0 for index in indices.values() if index is not None})
 
 
 class VocabShard(NamedTuple):

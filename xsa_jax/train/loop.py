@@ -15,7 +15,8 @@ from xsa_jax.parallel.mesh import describe, put_batch
 from xsa_jax.train import workdir as folder
 from xsa_jax.train.actions import Action, ActionMaker, Moment, Run
 from xsa_jax.train.checkpoint import Checkpoints
-from xsa_jax.train.metrics import Metrics, peak_flops, train_flops_per_token
+from xsa_jax.train.flops import peak_flops
+from xsa_jax.train.metrics import Metrics
 from xsa_jax.train.setup import Data, Setup, assemble, open_data
 from xsa_jax.train.state import TrainState
 from xsa_jax.train.step import Step
@@ -63,7 +64,7 @@ def train(
         agreement.agree("checkpoints", {"newest checkpoint": checkpoints.latest})
         stack.enter_context(jax.set_mesh(setup.mesh))
         start, state = _first_state(setup, data, workdir, checkpoints)
-        folder.record_start(workdir, config, start, setup.compiler_options)
+        folder.record_start(workdir, config, start, setup.model.config.remat, setup.compiler_options)
         metrics = stack.enter_context(_metrics(setup, workdir, start, lifeline))
         run = Run(setup, data, workdir, checkpoints, metrics, lifeline)
         lifeline.at("compile", limits.compile)
@@ -127,7 +128,7 @@ def _metrics(setup: Setup, workdir: pathlib.Path, start: int, lifeline: Lifeline
         workdir,
         config.train,
         start,
-        flops_per_token=train_flops_per_token(config.model, config.attention, config.data.seq_len),
+        flops_per_token=setup.flops_per_token,
         peak=peak and peak * len(devices),
         slowest=lifeline.slowest,
     )

@@ -12,36 +12,11 @@ from typing import Any
 import jax
 import tensorboardX
 
-from xsa_jax.config import AttentionConfig, ModelConfig, TrainConfig
+from xsa_jax.config import TrainConfig
 from xsa_jax.errors import UserError
 from xsa_jax.files import write_text
 from xsa_jax.progress import Progress
-
-# Peak FLOP/s of one device for dense bfloat16, from the makers' data sheets, by jax's device_kind in lower case.
-_PEAK_FLOPS = {
-    "tpu v4": 275e12, "tpu v5 lite": 197e12, "tpu v5e": 197e12, "tpu v5": 459e12, "tpu v5p": 459e12, "tpu v6 lite": 918e12,
-    "tpu v6e": 918e12, "tpu7x": 2307e12, "nvidia a100-sxm4-40gb": 312e12, "nvidia a100-sxm4-80gb": 312e12,
-    "nvidia h100 80gb hbm3": 989e12, "nvidia h100 pcie": 756e12, "nvidia h200": 989e12,
-}  # fmt: skip
-
-
-def train_flops_per_token(model: ModelConfig, attention: AttentionConfig, seq_len: int) -> float:
-    """FLOPs of the forward and backward pass per token, counted as in PaLM (arXiv 2204.02311, appendix B).
-
-    A matrix weight counts 6 FLOPs. A key counts 12 * H * E FLOPs per layer, even if it is masked; a window bounds the number of
-    keys. The count of SA and XSA is the same, so that their MFU is comparable: the projection costs no more than one more key.
-    """
-    query_width = attention.num_heads * attention.head_dim
-    kv_width = attention.num_kv_heads * attention.head_dim
-    mlp = model.d_model * model.d_ff * (3 if model.mlp == "swiglu" else 2)
-    weights = model.num_layers * (model.d_model * (2 * query_width + 2 * kv_width) + mlp) + model.d_model * model.vocab_size
-    keys = min(seq_len, attention.window or seq_len)
-    return 6.0 * weights + 12.0 * model.num_layers * query_width * keys
-
-
-def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Peak FLOP/s of one device for a compute type. None if the table lacks it, since no MFU is better than a guess."""
-    return _PEAK_FLOPS.get(device_kind.lower()) if dtype == "bfloat16" else None
+from xsa_jax.train.flops import Flops
 
 
 class Metrics:
@@ -55,8 +30,8 @@ class Metrics:
       config: the `train` group of the run's config.
       start: step that the run starts at. Records of later steps are removed, so that the file reads as one run. An earlier process
         leaves such records if it is killed after its last save.
-      flops_per_token: FLOPs of a training step per token, for the MFU.
-      peak: peak FLOP/s of all devices together; None if it is unknown, and then there is no MFU.
+      flops_per_token: FLOPs of a training step per token, for the MFU and the HFU.
+      peak: peak FLOP/s of all devices together; None if it is unknown, and then there is neither.
       slowest: function from this process's seconds by name to those of the slowest process; see `Lifeline.slowest`.
       line_seconds: interval in seconds between two lines where the output is not a terminal.
     """
@@ -67,7 +42,7 @@ class Metrics:
         config: TrainConfig,
         start: int,
         *,
-        flops_per_token: float,
+        flops_per_token: Flops,
         peak: float | None,
         slowest: Callable[[Mapping[str, float]], Mapping[str, Any]] = lambda seconds: seconds,
         line_seconds: float = 30.0,
@@ -131,8 +106,8 @@ class Metrics:
         if self._warm:
             seconds = (now - self._time) / (step - self._step)
             rate = self._tokens / (now - self._time)
-            mfu = rate * self._flops / self._peak if self._peak else None
-            values |= {"step_time": seconds, "tokens_per_second": rate, "mfu": mfu}
+            mfu, hfu = (rate * flops / self._peak if self._peak else None for flops in self._flops)
+            values |= {"step_time": seconds, "tokens_per_second": rate, "mfu": mfu, "hfu": hfu}
             values |= self._slowest({"input_wait": self._waited / (step - self._step)})
         self._start_interval(step, now)
         self.write(step, "train", values, stays=not self._warm or step == self._config.num_steps)

@@ -17,9 +17,11 @@ from xsa_jax.config import Config
 from xsa_jax.errors import ConfigError
 from xsa_jax.model.attention import check_implementation
 from xsa_jax.model.transformer import Model, build
+from xsa_jax.parallel.chips import chip
 from xsa_jax.parallel.compiler import compiler_options
-from xsa_jax.parallel.mesh import batch_rows, batch_sharding, make_mesh, platform
+from xsa_jax.parallel.mesh import batch_rows, batch_sharding, batch_shards, describe, make_mesh, platform
 from xsa_jax.train import optim
+from xsa_jax.train.flops import Flops, train_flops_per_token
 from xsa_jax.train.state import TrainState, abstract_state, init_state
 from xsa_jax.train.step import Step, make_step
 from xsa_jax.train.validate import Evaluator, make_evaluator
@@ -35,7 +37,7 @@ class Setup:
     Attributes:
       config: config of the run.
       mesh: mesh of the devices.
-      model: description of the decoder.
+      model: description of the decoder, with the policy that `model.remat=auto` chose.
       tx: optimiser.
       abstract_state: shapes, types and shardings of the train state.
       step: jitted train step; it donates the buffers of its state argument.
@@ -49,6 +51,11 @@ class Setup:
     abstract_state: TrainState
     step: Step
     evaluator: Evaluator
+
+    @property
+    def flops_per_token(self) -> Flops:
+        """FLOPs of a train step per token."""
+        return train_flops_per_token(dataclasses.replace(self.config, model=self.model.config), batch_shards(self.mesh))
 
     @property
     def num_parameters(self) -> int:
@@ -85,7 +92,7 @@ class Setup:
 
 
 def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Setup:
-    """Assembles the run of a config.
+    """Assembles the run of a config. With `model.remat=auto` it compiles the step, up to five times, to see what fits.
 
     Args:
       config: config of the run.
@@ -94,7 +101,9 @@ def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Set
     Raises:
       ConfigError: the mesh does not fit the devices, or the attention implementation does not support the config on them.
     """
-    mesh = make_mesh(config.mesh, config.data.batch_size, jax.devices() if devices is None else devices)
+    if config.model.remat == "auto":
+        return dataclasses.replace(_least_recomputation(config, devices), config=config)
+    mesh = make_mesh(config.mesh, config.data.batch_size, config.model.d_model, jax.devices() if devices is None else devices)
     isolate = config.data.documents == "isolate"
     check_implementation(config.model, config.attention, segments=isolate, seq_len=config.data.seq_len, platform=platform(mesh))
     model = build(config.model, config.attention, platform(mesh))
@@ -104,6 +113,50 @@ def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Set
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = jax.jit(make_step(model, tx, lr, config.train), donate_argnums=0, out_shardings=(shardings, None))
     return Setup(config, mesh, model, tx, abstract, step, make_evaluator(model, config.train.loss_chunk_tokens))
+
+
+# Policies of model.remat, from the least recomputation to the least memory.
+_POLICIES: tuple[Any, ...] = ("none", "dots", "qkv", "attention", "full")
+# Share of a device's memory that a step may need: the runtime and the next batch take some.
+_USABLE = 0.95
+
+
+def _least_recomputation(config: Config, devices: Sequence[jax.Device] | None) -> Setup:
+    """The run with the first of `_POLICIES` whose step fits the memory of a device. CPUs have no limit."""
+    memory = None
+    for policy in _POLICIES:
+        setup = assemble(dataclasses.replace(config, model=dataclasses.replace(config.model, remat=policy)), devices)
+        memory = _device_memory(setup.mesh.devices.flat[0])
+        if memory is None:
+            return setup
+        try:
+            needed = device_bytes(setup.compile())
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            continue
+        if needed <= _USABLE * memory:
+            return setup
+    assert memory is not None
+    raise ConfigError(
+        f"model.remat='auto': no policy fits the {memory / 2**30:.1f} GiB of {describe(list(setup.mesh.devices.flat))}; raise "
+        f"mesh.fsdp, or lower data.batch_size or train.loss_chunk_tokens"
+    )
+
+
+def _device_memory(device: jax.Device) -> float | None:
+    """Bytes that programs may use on a device; None where there is no limit or it is unknown."""
+    found = chip(device.device_kind)
+    if found:
+        return found.memory
+    return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
+
+
+def device_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes of device memory that a compiled program needs, with its arguments and results."""
+    memory: Any = compiled.memory_analysis()
+    arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return arrays + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
 
 
 class Data(NamedTuple):

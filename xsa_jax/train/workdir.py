@@ -118,13 +118,14 @@ def check_nothing_lost(workdir: pathlib.Path) -> None:
         )
 
 
-def record_start(workdir: pathlib.Path, config: Config, step: int, compiler_options: Mapping[str, str]) -> None:
+def record_start(workdir: pathlib.Path, config: Config, step: int, remat: str, compiler_options: Mapping[str, str]) -> None:
     """Writes config.json, and appends a line to starts.jsonl. Only process 0 writes.
 
     Args:
       workdir: folder of the run.
       config: config of the run.
       step: step that the run starts at.
+      remat: `model.remat`, or what `auto` chose.
       compiler_options: options that the train step is compiled with.
     """
     hosts = agreement.collect("hosts", host())
@@ -141,6 +142,7 @@ def record_start(workdir: pathlib.Path, config: Config, step: int, compiler_opti
         "devices": describe(jax.devices()),
         "processes": jax.process_count(),
         "hosts": hosts,
+        "remat": remat,
         "compiler_options": dict(compiler_options),
     }
     with (workdir / "starts.jsonl").open("a") as file:
