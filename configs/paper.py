@@ -41,7 +41,7 @@ def overrides(size: str) -> dict[str, Any]:
         "attention.num_heads": num_heads, "attention.num_kv_heads": num_heads, "attention.head_dim": head_dim,
         "data.seq_len": 2048, "data.batch_size": 256,  # 524,288 tokens per step
         "optim.peak_lr": peak_lr, "optim.warmup_steps": 2000,
-        "train.num_steps": 200_000,
+        "train.num_steps": 200_000, "train.loss_chunk_tokens": 8192,
     }  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_least_values_are_strict():
         ({"mesh.data": 2, "mesh.fsdp": 8}, "data.batch_size=8", ["16"]),
         ({"mesh.tensor": 8}, "attention.num_heads=4", ["mesh.tensor=8"]),
         ({"mesh.tensor": 4, "model.d_ff": 50}, "model.d_ff=50", ["mesh.tensor=4"]),
-        ({"mesh.tensor": 4}, "model.vocab_size=62", ["mesh.tensor=4"]),
+        ({"mesh.tensor": 4, "model.vocab_size": 62}, "model.vocab_size=62", ["mesh.tensor=4"]),
         ({"mesh.fsdp": 8, "model.d_model": 36}, "model.d_model=36", ["mesh.fsdp=8"]),
     ],
 )

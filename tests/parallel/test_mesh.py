@@ -55,7 +55,9 @@ def test_where_each_logical_axis_lives():
 
     assert spec(("batch", None), (8, 17)) == P(("data", "fsdp"), None)
     assert spec(("layers", "embed", "heads", None), (2, 32, 4, 6)) == P(None, ("fsdp",), ("tensor",), None)
-    assert spec(("vocab", "embed"), (62, 32)) == P(("tensor",), ("fsdp",))
+    assert spec(("vocab", None), (60, 32)) == P(("tensor", "fsdp"), None)
+    # Rows of a vocabulary that tensor and fsdp shards do not divide: each fsdp shard keeps all of its tensor shard.
+    assert spec(("vocab", None), (62, 32)) == P(("tensor",), None)
     assert spec(("embed", "kv_heads", None), (32, 2, 6)) == P(("fsdp",), ("tensor",), None)
     # One KV head on two tensor shards: both keep it.
     assert spec(("embed", "kv_heads", None), (32, 1, 6)) == P(("fsdp",), None, None)

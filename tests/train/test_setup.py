@@ -117,3 +117,26 @@ def test_step_times_of_stored_runs(tmp_path):
         step_time.measure([tmp_path], 1)
     with pytest.raises(SystemExit):
         step_time.main([*pair, "--pairs=0", f"--output={output}"])
+
+
+@pytest.mark.fast
+def test_auto_is_the_first_policy_that_fits_or_the_one_of_fewer_cycles(monkeypatch):
+    config = tiny_config({"model.remat": "auto", "model.num_layers": 12, "data.seq_len": 64})
+    assert assembled(config).model.config.remat == "none"  # a CPU has no limit
+    needed = {}
+    for policy in ("dots", "attention", "full"):
+        run = assembled(tiny_config({"model.remat": policy, "model.num_layers": 12, "data.seq_len": 64}))
+        needed[policy] = setup.device_bytes(run.compile())
+    assert needed["full"] < needed["attention"] < needed["dots"]
+    for policy, size in needed.items():
+        monkeypatch.setattr(setup, "_device_memory", lambda _, size=size: size / setup._USABLE)
+        run = assembled(config)
+        assert run.model.config.remat == policy
+        assert run.config is config
+    cycles = iter([7, 5])
+    monkeypatch.setattr(setup.hlo, "read", lambda _: setup.hlo.Program(cycles=next(cycles)))
+    monkeypatch.setattr(setup, "_device_memory", lambda _: 1e12)
+    assert assembled(config).model.config.remat == "attention"
+    monkeypatch.setattr(setup, "_device_memory", lambda _: 1000.0)
+    with pytest.raises(UserError, match=r"model\.remat='auto': no policy fits the 0\.0 GiB of a cpu"):
+        assembled(config)

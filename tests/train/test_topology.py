@@ -1,6 +1,6 @@
-"""The real train step compiles, with the options for the chip, for a TPU slice that is not here.
+"""The real train step compiles, with the options for the chip, for TPU slices that are not here, on meshes of any shape.
 
-Run as a program it compiles for one topology, SA and XSA.
+Run as a program it prints what it finds for one topology.
 """
 
 import importlib.util
@@ -21,36 +21,77 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
+def printed(*arguments: str) -> list[str]:
+    """The lines that this file prints as a program."""
+    env = subprocess_env()
+    env.pop("XLA_FLAGS", None)  # those of the tests: they tell the compiler not to optimise
+    command = [sys.executable, "-m", "tests.train.test_topology", *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
 @needs_libtpu
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_the_train_step_compiles(chip):
-    env = subprocess_env(
-        TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_WORKER_HOSTNAMES="localhost", TPU_WORKER_ID="0"
-    )
-    env.pop("XLA_FLAGS", None)  # those of the tests: they tell the compiler not to optimise
-    command = [sys.executable, "-m", "tests.train.test_topology", TOPOLOGIES[chip]]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["sa", "attention_forward", "xsa", "xsa_forward"], done.stdout
+    """The forward kernel is there once, unless the policy recomputes all: `dots` would drop its outputs if they had no names."""
+    assert printed("step", TOPOLOGIES[chip]) == [
+        "sa dots attention_backward attention_forward",
+        "xsa attention xsa_backward xsa_forward",
+        "xsa full xsa_backward xsa_forward xsa_forward",
+    ]
 
 
-def main(topology: str) -> None:
-    from jax.experimental import topologies
+@needs_libtpu
+def test_meshes_of_any_shape():
+    """Every product of powers of two on every topology, and by default fsdp on whole physical axes."""
+    assert printed("meshes", "v5e:4x4", "v5e:16x16", "v5p:2x2x4", "v5p:4x4x4", "v6e:8x8", "tpu7x:2x2x2") == [
+        "v5e:4x4: 15 of 15, by default 1 16 1 over chips 4 4 1",
+        "v5e:16x16: 45 of 45, by default 16 16 1 over chips 16 1 1",
+        "v5p:2x2x4: 15 of 15, by default 1 16 1 over chips 2 2 4",
+        "v5p:4x4x4: 28 of 28, by default 4 16 1 over chips 4 4 1",
+        "v6e:8x8: 28 of 28, by default 8 8 1 over chips 8 1 1",
+        "tpu7x:2x2x2: 15 of 15, by default 2 8 1 over chips 2 2 1",
+    ]
 
+
+def step(topology: str) -> None:
     from xsa_jax.config import Config, from_config_dict, to_dict
+    from xsa_jax.parallel import hlo
+    from xsa_jax.plan.topology import devices_of
     from xsa_jax.train.setup import assemble
 
-    devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
-    for kind in ("sa", "xsa"):
+    for kind, policy in (("sa", "dots"), ("xsa", "attention"), ("xsa", "full")):
         tree = to_dict(Config())
-        tree["model"] |= {"num_layers": 2, "d_model": 256, "d_ff": 512, "vocab_size": 1024, "remat": "attention"}
+        tree["model"] |= {"num_layers": 2, "d_model": 256, "d_ff": 512, "vocab_size": 1024, "remat": policy}
         tree["attention"] |= {"kind": kind, "num_heads": 4, "num_kv_heads": 4, "head_dim": 128}
         tree["data"] |= {"seq_len": 512, "batch_size": 4}
         tree["mesh"] |= {"fsdp": 2, "tensor": 2}
-        text = assemble(from_config_dict(tree), devices).compile().as_text()
-        (kernel,) = {name for name in ("attention_forward", "xsa_forward") if name in text}
-        print(kind, kernel, flush=True)
+        program = hlo.read(assemble(from_config_dict(tree), devices_of(topology)).compile().as_text() or "")
+        print(kind, policy, *sorted(kernel.name for kernel in program.kernels), flush=True)
+
+
+def meshes(topologies: list[str]) -> None:
+    import numpy as np
+
+    from xsa_jax.config import MeshConfig
+    from xsa_jax.parallel.mesh import make_mesh
+    from xsa_jax.plan.topology import devices_of
+
+    for topology in topologies:
+        devices = devices_of(topology)
+        powers = [2**n for n in range(len(devices).bit_length())]
+        shapes = [(data, len(devices) // data // tensor, tensor) for data in powers for tensor in powers]
+        shapes = [shape for shape in shapes if shape[1] > 0]
+        made = [make_mesh(MeshConfig(*shape), 1024, 2048, devices) for shape in shapes]
+        correct = sum(mesh.devices.shape == shape for mesh, shape in zip(made, shapes, strict=True))
+        default = make_mesh(MeshConfig(), 1024, 2048, devices)
+        chips = np.ptp(np.array([device.coords for device in default.devices[0, :, 0]]), axis=0) + 1
+        print(f"{topology}: {correct} of {len(shapes)}, by default", *default.devices.shape, "over chips", *chips, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "step":
+        step(sys.argv[2])
+    else:
+        meshes(sys.argv[2:])

@@ -61,9 +61,9 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float32"] = field(
         "bfloat16", "compute type; parameters, softmax and projection stay float32", keeps_weights=True
     )
-    remat: Literal["none", "dots", "qkv", "attention", "full", "offload", "auto"] = field(
-        "none", "recomputed in the backward pass: `none`, `dots` (all but matmuls), `qkv` (all but attention and its inputs), "
-        "`attention` (all but attention), `full`; `offload`: as `qkv`, stored in the host's memory; `auto`: the least that fits",
+    remat: Literal["none", "dots", "attention", "full", "offload", "auto"] = field(
+        "none", "recomputed in the backward pass: `none`, `dots` (all but matmuls), `attention` (all but attention), "
+        "`full`; `offload`: stores the inputs of attention and feed-forward in the host's memory; `auto`: the cheapest that fits",
         may_change=True, keeps_weights=True,
     )  # fmt: skip
     scan_unroll: int = field(

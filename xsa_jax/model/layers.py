@@ -70,7 +70,10 @@ def linear(x: Array, weight: Array, num_input_axes: int = 1, dtype: DTypeLike | 
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last axis, with a scale that starts at `start`, and no bias. Statistics are float32."""
+    """LayerNorm or RMSNorm over the last axis, with a scale that starts at `start`, and no bias. Statistics are float32.
+
+    The variance is E[x^2] - E[x]^2, as in `flax.nnx.LayerNorm`: both sums are made in one pass over x.
+    """
 
     def __init__(self, kind: str, width: int, start: float = 1.0):
         self.kind = kind
@@ -79,9 +82,11 @@ class Norm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """Normalises x [..., width]; the result has the type of x."""
         y = x.astype(jnp.float32)
+        variance = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
         if self.kind == "layernorm":
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-6)
+            mean = jnp.mean(y, axis=-1, keepdims=True)
+            variance, y = jnp.maximum(variance - jnp.square(mean), 0), y - mean
+        y = y * jax.lax.rsqrt(variance + 1e-6)
         return (y * self.scale[...]).astype(x.dtype)
 
 

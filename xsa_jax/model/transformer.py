@@ -55,7 +55,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.attention = attention
         self.unroll = unroll
-        self.embed = layers.matrix(rngs, (V, D), ("vocab", "embed"), _EMBED_STD)
+        self.embed = layers.matrix(rngs, (V, D), ("vocab", None), _EMBED_STD)
         if config.embed_norm:
             self.embed_norm = layers.Norm(config.norm, D)
 
@@ -69,7 +69,7 @@ class Transformer(nnx.Module):
             self.final_norm = layers.Norm(config.norm, D, start=layers.tied_head_scale(V, D, _EMBED_STD))
         else:
             self.final_norm = layers.Norm(config.norm, D)
-            self.unembed = layers.matrix(rngs, (D, V), ("embed", "vocab"), 1 / D)  # logits of 1 / sqrt(D), as in muP
+            self.unembed = layers.matrix(rngs, (D, V), (None, "vocab"), 1 / D)  # logits of 1 / sqrt(D), as in muP
 
     def __call__(
         self,
@@ -133,8 +133,7 @@ class Transformer(nnx.Module):
         """The rows [B, T, D] of the embedding, rounded to the compute type where a mesh moves them."""
         table_VD = self.embed[...]
         if whole_batch:
-            # The table is gathered before the lookup: rows of a table that is split along its width would be moved twice.
-            return constrain(table_VD, "vocab", None)[tokens_BT]
+            return constrain(table_VD, None, None)[tokens_BT]
 
         def look_up(shard: VocabShard, tokens_bT: Array) -> Array:
             if not shard.axes:
@@ -219,7 +218,6 @@ _policies = jax.checkpoint_policies
 _REMAT = {
     "full": _policies.nothing_saveable,
     "attention": _policies.save_only_these_names(*_ATTENTION_OUT),
-    "qkv": _policies.save_only_these_names(*_ATTENTION_OUT, "attention_in", "mlp_in"),
     # With attention's outputs, without which its forward kernel would run a second time.
     "dots": _policies.save_from_both_policies(
         _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(*_ATTENTION_OUT)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 # Collective matmul divides a product into steps that pass operands round the ring. At the large batches per chip of training it
 # costs more than it hides.
 _NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-# Gathers that run beside the products around them, and in several of their steps. The names are those of MaxText's list of flags
-# for v6e.
+# Gathers that run beside the products around them, and in several of their steps. The names are those of MaxText's lists of flags
+# for v6e and v5p.
 _ASYNC_GATHERS = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion": "true",
@@ -15,6 +15,8 @@ _ASYNC_GATHERS = {
     "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
     "xla_tpu_overlap_compute_collective_tc": "true",
 }
+# Gathers are not joined to the fusions that both cores of a chip share, where the device would wait for them.
+_GATHERS_APART = {"xla_tpu_megacore_fusion_allow_ags": "false"}
 # Collectives are started as early and awaited as late as their operands allow; jax's page on GPU performance advises it.
 _LATENCY_HIDING = {"xla_gpu_enable_latency_hiding_scheduler": "true"}
 # Sums in a fixed order, in place of atomic additions, and no choice of kernels by timing.
@@ -24,6 +26,7 @@ _DETERMINISTIC_GPU = {"xla_gpu_deterministic_ops": "true", "xla_gpu_autotune_lev
 _BY_KIND: dict[str, Mapping[str, str]] = {
     "tpu v5 lite": _NO_WINDOWED_EINSUM,
     "tpu v5e": _NO_WINDOWED_EINSUM,
+    "tpu v5": _NO_WINDOWED_EINSUM | _ASYNC_GATHERS | _GATHERS_APART,
     "tpu v6": _NO_WINDOWED_EINSUM | _ASYNC_GATHERS,
     "tpu": _NO_WINDOWED_EINSUM,
     "nvidia": _LATENCY_HIDING,

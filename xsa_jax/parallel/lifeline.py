@@ -48,8 +48,8 @@ class Lifeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None) -> None:
-        if error is not None and kind is not SystemExit and self._client is not None:
-            self.fail(error)
+        if error is not None and kind is not SystemExit:
+            self.fail_together(error)
         self._stopped.set()
         self._thread.join()
         if self._client is not None:
@@ -71,8 +71,7 @@ class Lifeline:
         try:
             yield
         except Exception as error:
-            if self._client is not None:
-                self.fail(error)
+            self.fail_together(error)
             raise
 
     def slowest(self, seconds: Mapping[str, float]) -> dict[str, Any]:
@@ -92,6 +91,11 @@ class Lifeline:
             process = max(by_process, key=by_process.__getitem__)
             result |= {name: by_process[process], f"{name}_process": process}
         return result
+
+    def fail_together(self, error: BaseException) -> None:
+        """Ends all processes with this error, from any thread. It does nothing where this process is alone."""
+        if self._client is not None:
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Tells the other processes why this one ends, and ends it. It does not return."""

@@ -24,7 +24,7 @@ RULES: dict[str, tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),
     "layers": None,
     "embed": ("fsdp",),
-    "vocab": ("tensor",),
+    "vocab": ("tensor", "fsdp"),  # whole rows of a table: a device gathers and reduces them without moving columns
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -183,29 +183,32 @@ class VocabShard(NamedTuple):
 def with_vocab_table(function: Callable[..., Any], table_VD: jax.Array, dtype: DTypeLike, *rows: jax.Array) -> Any:
     """`function(shard, *rows)`, where each device of the mesh has its own rows of the batch, and a `VocabShard` of the table.
 
-    Each device gathers the table once, in the type `dtype`, and sums its gradient in float32 over all that the function does with
-    it. The gradient is then reduced over the devices once, in `dtype`. XLA, left alone, moves both in each chunk of a loss.
+    Each device gathers its tensor shard of the table once, in the type `dtype`, and sums its gradient in float32 over all that the
+    function does with it. The gradient is then reduced over the devices once, in `dtype`. XLA, left alone, moves both in each chunk
+    of a loss.
 
     Args:
       function: function whose results have the batch as their first axis.
-      table_VD: float32 table, of logical axes ("vocab", "embed").
+      table_VD: float32 table, of logical axes ("vocab", None).
       dtype: compute type.
       rows: arrays whose first axis is the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function(VocabShard(table_VD, 0, ()), *rows)
-    batch, width, vocab = (tuple(a for a in RULES[axis] or () if mesh.shape[a] > 1) for axis in ("batch", "embed", "vocab"))
+    batch = tuple(axis for axis in RULES["batch"] or () if mesh.shape[axis] > 1)
+    split = tuple(axis for axis in _mesh_axes(mesh.shape, "vocab", table_VD.shape[0]) or () if mesh.shape[axis] > 1)
+    gathered, vocab = (tuple(axis for axis in split if (axis in batch) == wanted) for wanted in (True, False))
 
     def local(table_VD: jax.Array, *rows: jax.Array) -> Any:
-        narrow_VD = jax.lax.pcast(table_VD.astype(dtype), tuple(a for a in batch if a not in width), to="varying")
-        if width:
-            narrow_VD = jax.lax.all_gather(narrow_VD, width, axis=1, tiled=True)
+        narrow_VD = jax.lax.pcast(table_VD.astype(dtype), tuple(axis for axis in batch if axis not in gathered), to="varying")
+        if gathered:
+            narrow_VD = jax.lax.all_gather(narrow_VD, gathered, axis=0, tiled=True)
         first = jax.lax.axis_index(vocab) * narrow_VD.shape[0] if vocab else 0
         return function(VocabShard(narrow_VD.astype(jnp.float32), first, vocab), *rows)
 
     by_rows = PartitionSpec(batch)
-    specs = (PartitionSpec(vocab, width), *(by_rows for _ in rows))
+    specs = (PartitionSpec(split), *(by_rows for _ in rows))
     return jax.shard_map(local, in_specs=specs, out_specs=by_rows)(table_VD, *rows)
 
 
@@ -225,7 +228,9 @@ def _spec(mesh_shape: Mapping[str, int], axes: Axes, shape: tuple[int, ...]) -> 
 
 def _mesh_axes(mesh_shape: Mapping[str, int], axis: str | None, size: int) -> tuple[str, ...] | None:
     rule = RULES[axis] if axis is not None else None
-    # If the tensor shards do not divide the KV heads, as in multi-query attention, every shard keeps all of them.
-    if rule is None or (axis == "kv_heads" and size % math.prod(mesh_shape[name] for name in rule)):
-        return None
-    return rule
+    # KV heads that the tensor shards do not divide, as in multi-query attention, are whole on each of them. So are the rows of a
+    # vocabulary on each fsdp shard.
+    if axis in ("kv_heads", "vocab"):
+        while rule and size % math.prod(mesh_shape[name] for name in rule):
+            rule = rule[:-1]
+    return rule or None

@@ -5,7 +5,7 @@ import math
 import pathlib
 
 from xsa_jax.errors import UserError
-from xsa_jax.plan.hlo import Kernel
+from xsa_jax.parallel.hlo import Kernel
 
 STORED = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "tpu_bundles.json"
 _CHIPS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from xsa_jax.config import Config
+from xsa_jax.parallel import hlo
 from xsa_jax.parallel.mesh import platform
-from xsa_jax.plan import hlo
 from xsa_jax.plan.kernels import kernel_cycles
 from xsa_jax.plan.topology import chip_of, devices_of, ring_bandwidth
 from xsa_jax.train.setup import Setup, assemble, device_bytes

@@ -100,7 +100,7 @@ def _that_may_fit(config: Config, devices: int, memory: float) -> Iterator[Candi
     tokens = data.batch_size * data.seq_len / devices
     # Stored activations of a layer in widths per token; a rough figure, which decides what is compiled and not what fits.
     mlp = model.d_ff / model.d_model
-    stored = {"none": 16 + 3 * mlp, "dots": 8 + mlp, "qkv": 6, "attention": 2, "full": 1}
+    stored = {"none": 16 + 3 * mlp, "dots": 8 + mlp, "attention": 2, "full": 1}
     size = 2 if model.dtype == "bfloat16" else 4
     fsdp = 1
     while fsdp <= devices:

@@ -5,8 +5,9 @@ loader are stored with them as JSON. Evaluation reads only `params`, on any numb
 """
 
 import contextlib
+import logging
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,18 +21,44 @@ from xsa_jax.model.transformer import Model, Params
 from xsa_jax.train.state import TrainState
 
 
+class _BackgroundErrors(logging.Filter):
+    """Hands on the errors that threads of Orbax log, in place of printing them.
+
+    Orbax raises the error of a save at the next one. With several processes it does not even then, because each waits for the
+    others to finish. But it logs the error at once.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None]):
+        super().__init__()
+        self._on_error = on_error
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is printed."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or record.levelno < logging.ERROR or "orbax" not in pathlib.Path(record.pathname).parts:
+            return True
+        self._on_error(error)
+        return False
+
+
 class Checkpoints:
     """The checkpoints under `workdir/checkpoints`. As a context manager it waits, when it closes, for an unfinished save.
 
     Args:
       workdir: folder of the run.
       config: the `checkpoint` group of the run's config. None opens for reading: nothing is created, deleted or cleaned up.
+      on_error: function that gets the UserError of a failed save from the thread that writes; `save` raises it too, the next time.
 
     Raises:
       UserError: the folder is missing and would be opened for reading, or a file has its name.
     """
 
-    def __init__(self, workdir: pathlib.Path, config: CheckpointConfig | None = None):
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        config: CheckpointConfig | None = None,
+        on_error: Callable[[UserError], None] = lambda error: None,
+    ):
         self.directory = workdir.absolute() / "checkpoints"
         if config is None and not self.directory.is_dir():
             raise UserError(
@@ -49,13 +76,18 @@ class Checkpoints:
             preservation_policy=keep.AnyPreservationPolicy(policies) if policies else keep.PreserveAll(),
             cleanup_tmp_directories=config is not None,  # unfinished files of a killed save
         )
+        self._errors = _BackgroundErrors(lambda error: on_error(self._unwritten(error)))
+        logging.getLogger("absl").addFilter(self._errors)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: object, *_rest: object) -> None:
-        with self._writable() if kind is None else contextlib.suppress(Exception):
-            self._orbax.close()
+        try:
+            with self._writable() if kind is None else contextlib.suppress(Exception):
+                self._orbax.close()
+        finally:
+            logging.getLogger("absl").removeFilter(self._errors)
 
     @property
     def steps(self) -> list[int]:
@@ -191,13 +223,16 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            raise UserError(
-                f"{self.directory}: a checkpoint could not be written ({_reason(error)}). Those before it are whole: make room, "
-                f"or see to the folder's rights, and run the same command again"
-            ) from error
+            raise self._unwritten(error) from error
+
+    def _unwritten(self, error: BaseException) -> UserError:
+        return UserError(
+            f"{self.directory}: a checkpoint could not be written ({_reason(error)}). Those before it are whole: make room, "
+            f"or see to the folder's rights, and run the same command again"
+        )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300]
 

@@ -41,9 +41,9 @@ def train_flops_per_token(config: Config, batch_shards: int = 1) -> Flops:
     scores = query_width * keys  # multiplications in the product of queries and keys, and as many in that of weights and values
     needed = 6 * (model.num_layers * (qkv + out + up + down + 2 * scores) + head)
     # The backward pass needs no output of `down`: the next layer's input is stored.
-    again = {"none": 0, "auto": 0, "dots": 0, "qkv": up, "offload": up, "attention": qkv + out + up, "full": qkv + out + up + 2 * scores}
+    again = {"offload": up, "attention": qkv + out + up, "full": qkv + out + up + 2 * scores}.get(model.remat, 0)
     chunked = config.data.batch_size // batch_shards * seq_len > config.train.loss_chunk_tokens
-    return Flops(needed, needed + 2 * (model.num_layers * (again[model.remat] + scores) + (head if chunked else 0)))
+    return Flops(needed, needed + 2 * (model.num_layers * (again + scores) + (head if chunked else 0)))
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:

@@ -60,7 +60,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.only_trainer(workdir))
         stopping = stack.enter_context(Stopping(setup.mesh, max_hours))  # before the checkpoints, whose last save outlasts the loop
-        checkpoints = stack.enter_context(Checkpoints(workdir, config.checkpoint))
+        checkpoints = stack.enter_context(Checkpoints(workdir, config.checkpoint, lifeline.fail_together))
         agreement.agree("checkpoints", {"newest checkpoint": checkpoints.latest})
         stack.enter_context(jax.set_mesh(setup.mesh))
         start, state = _first_state(setup, data, workdir, checkpoints)

@@ -17,9 +17,10 @@ from xsa_jax.config import Config
 from xsa_jax.errors import ConfigError
 from xsa_jax.model.attention import check_implementation
 from xsa_jax.model.transformer import Model, build
+from xsa_jax.parallel import hlo
 from xsa_jax.parallel.chips import chip
 from xsa_jax.parallel.compiler import compiler_options
-from xsa_jax.parallel.mesh import batch_rows, batch_sharding, batch_shards, describe, make_mesh, platform
+from xsa_jax.parallel.mesh import batch_rows, batch_sharding, batch_shards, make_mesh, platform
 from xsa_jax.train import optim
 from xsa_jax.train.flops import Flops, train_flops_per_token
 from xsa_jax.train.state import TrainState, abstract_state, init_state
@@ -92,7 +93,7 @@ class Setup:
 
 
 def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Setup:
-    """Assembles the run of a config. With `model.remat=auto` it compiles the step, up to five times, to see what fits.
+    """Assembles the run of a config. With `model.remat=auto` it compiles the step, up to three times, to see what fits.
 
     Args:
       config: config of the run.
@@ -102,7 +103,7 @@ def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Set
       ConfigError: the mesh does not fit the devices, or the attention implementation does not support the config on them.
     """
     if config.model.remat == "auto":
-        return dataclasses.replace(_least_recomputation(config, devices), config=config)
+        return dataclasses.replace(_with_cheapest_remat(config, devices), config=config)
     mesh = make_mesh(config.mesh, config.data.batch_size, config.model.d_model, jax.devices() if devices is None else devices)
     isolate = config.data.documents == "isolate"
     check_implementation(config.model, config.attention, segments=isolate, seq_len=config.data.seq_len, platform=platform(mesh))
@@ -115,33 +116,46 @@ def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Set
     return Setup(config, mesh, model, tx, abstract, step, make_evaluator(model, config.train.loss_chunk_tokens))
 
 
-# Policies of model.remat, from the least recomputation to the least memory.
-_POLICIES: tuple[Any, ...] = ("none", "dots", "qkv", "attention", "full")
+# Policies of model.remat, from the least recomputation to the least memory. `none` gains nothing where it fits: to store and read
+# what `dots` recomputes takes a TPU as long (docs/pods.md).
+_POLICIES: tuple[Any, ...] = ("dots", "attention", "full")
 # Share of a device's memory that a step may need: the runtime and the next batch take some.
 _USABLE = 0.95
 
 
-def _least_recomputation(config: Config, devices: Sequence[jax.Device] | None) -> Setup:
-    """The run with the first of `_POLICIES` whose step fits the memory of a device. CPUs have no limit."""
-    memory = None
-    for policy in _POLICIES:
-        setup = assemble(dataclasses.replace(config, model=dataclasses.replace(config.model, remat=policy)), devices)
-        memory = _device_memory(setup.mesh.devices.flat[0])
-        if memory is None:
-            return setup
+def _with_cheapest_remat(config: Config, devices: Sequence[jax.Device] | None) -> Setup:
+    """The run with the policy whose step fits the memory of a device in the fewest cycles, by the compiler's estimate.
+
+    Compilers for GPUs estimate none; there it is the first of `_POLICIES` that fits. On a CPU, where memory has no limit, it is
+    "none".
+    """
+
+    def setup_with(policy: Any) -> Setup:
+        return assemble(dataclasses.replace(config, model=dataclasses.replace(config.model, remat=policy)), devices)
+
+    setup = setup_with("none")
+    device = setup.mesh.devices.flat[0]
+    memory = _device_memory(device)
+    if memory is None:
+        return setup
+    fitting: list[tuple[int, Setup]] = []
+    for setup in map(setup_with, _POLICIES):
         try:
-            needed = device_bytes(setup.compile())
+            compiled = setup.compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             continue
-        if needed <= _USABLE * memory:
-            return setup
-    assert memory is not None
-    raise ConfigError(
-        f"model.remat='auto': no policy fits the {memory / 2**30:.1f} GiB of {describe(list(setup.mesh.devices.flat))}; raise "
-        f"mesh.fsdp, or lower data.batch_size or train.loss_chunk_tokens"
-    )
+        if device_bytes(compiled) <= _USABLE * memory:
+            fitting.append((hlo.read(compiled.as_text() or "").cycles, setup))
+            if len(fitting) == 2 or not fitting[0][0]:  # each further policy recomputes all that the last one does, and more
+                break
+    if not fitting:
+        raise ConfigError(
+            f"model.remat='auto': no policy fits the {memory / 2**30:.1f} GiB of a {device.device_kind}; raise mesh.fsdp, or lower "
+            f"data.batch_size or train.loss_chunk_tokens"
+        )
+    return min(fitting, key=lambda pair: pair[0])[1]
 
 
 def _device_memory(device: jax.Device) -> float | None:

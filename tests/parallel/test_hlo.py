@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from xsa_jax.plan.hlo import Kernel, read
+from xsa_jax.parallel.hlo import Kernel, read
 
 pytestmark = pytest.mark.fast
 

@@ -1,0 +1,125 @@
+"""The plans of the paper's three sizes on five sets of devices: memory, bytes on the wire and predicted step of the compiled step.
+
+    python benchmarks/plans.py --out benchmarks/results/plans.json
+    python benchmarks/plans.py --check benchmarks/results/plans.json --cases 0p7b@v5e:4x4,0p7b@v5e:16x16
+    python benchmarks/plans.py --table benchmarks/results/plans.json
+
+`make plan-table` does the first and writes the table into docs/pods.md; `make gates` does the second, which fails where a number is
+more than 3% above the stored one. The first takes some minutes for each case. Needs what `make plan` installs.
+"""
+
+import argparse
+import concurrent.futures
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+REPO = pathlib.Path(__file__).resolve().parents[1]
+SIZES = ("0p7b", "1p3b", "2p7b")
+TOPOLOGIES = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:8x8", "h200:8")
+# XSA on all, and SA where the whole steps are compared.
+CASES = [f"{size}@{topology}" for size in SIZES for topology in TOPOLOGIES]
+CASES += ["0p7b@v5e:4x4@sa", "0p7b@v5e:16x16@sa", "1p3b@v5p:4x4x4@sa", "1p3b@v6e:8x8@sa"]
+SLACK = 1.03
+PAGE, BEGIN, END = REPO / "docs" / "pods.md", "<!-- table by make plan-table -->", "<!-- end of table -->"
+
+
+def planned(case: str) -> dict:
+    """The plan of "size@topology" or "size@topology@sa", or the reason why there is none."""
+    size, topology, *kind = case.split("@")
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "xsa_jax.plan", f"--config=configs/paper.py:{size}", f"--topology={topology}"]
+        command += [f"--config.attention.kind={kind[0] if kind else 'xsa'}", f"--json={path}"]
+        env = os.environ | {"PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'kernels'}"}
+        done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+        if path.exists():
+            return json.loads(path.read_text())
+        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+
+
+def plans(cases: list[str]) -> dict[str, dict]:
+    """The plans of these cases, two at a time."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = {}
+        for case, plan in zip(cases, pool.map(planned, cases), strict=True):
+            print(case, plan.get("error") or f"{1e3 * plan['step']:.1f} ms, MFU {100 * plan['mfu']:.1f}%", flush=True)
+            found[case] = plan
+    return found
+
+
+def numbers(plan: dict) -> dict[str, float]:
+    """What may not grow."""
+    wire = {name: sum(c["wire"] for c in plan["collectives"] if c["synchronous"] or name == "wire") for name in ("wire", "waited")}
+    return {"memory": plan["memory"]["needed"], "cycles": sum(plan["cycles"].values()), "step": plan["step"], **wire}
+
+
+def worse(found: dict, stored: dict) -> list[str]:
+    """Numbers of one case that are more than the slack above the stored ones."""
+    if "error" in found:
+        return [found["error"]]
+    before = numbers(stored)
+    return [
+        f"{name} is {value:.4g}, stored {before[name]:.4g}"
+        for name, value in numbers(found).items()
+        if value > SLACK * before[name]
+    ]
+
+
+def table(stored: dict) -> str:
+    """The plans as a Markdown table, and the ratio of the whole steps of XSA and SA."""
+    rows = [
+        "| config | devices | mesh (data, fsdp, tensor) | remat | GiB needed of | M cycles | GB sent (waited for) | step | MFU | HFU | days |",
+        "|" + "---|" * 11,
+    ]
+    for case, plan in stored["plans"].items():
+        size, topology, *kind = case.split("@")
+        if "error" in plan:
+            rows.append(f"| {size} | {topology} | {plan['error'].removeprefix('error: ')} |" + " |" * 8)
+            continue
+        found = numbers(plan)
+        cells = [
+            size + (" SA" if kind else ""), topology, ", ".join(str(n) for n in plan["mesh"].values()), plan["remat"],
+            f"{found['memory'] / 2**30:.1f} of {plan['available'] / 2**30:.1f}",
+            f"{found['cycles'] / 1e6:,.0f}" if found["cycles"] else "-",
+            f"{found['wire'] / 1e9:.2f} ({found['waited'] / 1e9:.2f})", f"{1e3 * plan['step']:,.1f} ms",
+            f"{100 * plan['mfu']:.1f}%", f"{100 * plan['hfu']:.1f}%", f"{plan['num_steps'] * plan['step'] / 86400:.2f}",
+        ]  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    pairs = [(case, case + "@sa") for case in stored["plans"] if case + "@sa" in stored["plans"]]
+    ratios = [f"{case} {stored['plans'][case]['step'] / stored['plans'][sa]['step']:.4f}" for case, sa in pairs]
+    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    return "\n".join([*rows, "", f"Step of XSA over that of SA: {'; '.join(ratios)}.", "", f"{versions}, {stored['date']}."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, help="file to store all plans in")
+    parser.add_argument("--check", type=pathlib.Path, help="file with stored plans to compare with")
+    parser.add_argument("--table", type=pathlib.Path, help="file with stored plans to write into docs/pods.md")
+    parser.add_argument("--cases", default=",".join(CASES), help="size@topology[@sa], separated by commas")
+    args = parser.parse_args()
+    cases = args.cases.split(",")
+    if args.out:
+        versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+        stored = {"versions": versions, "date": datetime.date.today().isoformat(), "plans": plans(cases)}
+        args.out.write_text(json.dumps(stored, indent=1) + "\n")
+    if args.check:
+        stored = json.loads(args.check.read_text())
+        problems = [f"{case}: {line}" for case, plan in plans(cases).items() for line in worse(plan, stored["plans"][case])]
+        if problems:
+            raise SystemExit("\n".join(problems))
+        print(f"{len(cases)} plans need at most {100 * (SLACK - 1):.0f}% more than the stored ones")
+    if args.table:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        after = rest.partition(END)[2]
+        PAGE.write_text(f"{before}{BEGIN}\n{table(json.loads(args.table.read_text()))}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
