@@ -64,19 +64,14 @@ def worse(found: dict, stored: dict) -> list[str]:
     if "error" in found:
         return [found["error"]]
     before = numbers(stored)
-    return [
-        f"{name} is {value:.4g}, stored {before[name]:.4g}"
-        for name, value in numbers(found).items()
-        if value > SLACK * before[name]
-    ]
+    now = numbers(found)
+    return [f"{name} is {now[name]:.4g}, stored {before[name]:.4g}" for name in now if now[name] > SLACK * before[name]]
 
 
 def table(stored: dict) -> str:
     """The plans as a Markdown table, and the ratio of the whole steps of XSA and SA."""
-    rows = [
-        "| config | devices | mesh (data, fsdp, tensor) | remat | GiB needed of | M cycles | GB sent (waited for) | step | MFU | HFU | days |",
-        "|" + "---|" * 11,
-    ]
+    head = "config|devices|mesh (data, fsdp, tensor)|remat|GiB needed of|M cycles|GB sent (waited for)|step|MFU|HFU|days"
+    rows = ["| " + head.replace("|", " | ") + " |", "|" + "---|" * 11]
     for case, plan in stored["plans"].items():
         size, topology, *kind = case.split("@")
         if "error" in plan:

@@ -17,7 +17,7 @@ def test_options_by_device(monkeypatch):
     assert compiler_options("TPU v5") == gathers | {"xla_tpu_megacore_fusion_allow_ags": "false"}
     assert compiler_options("TPU v4").keys() == {"xla_jf_spmd_threshold_for_windowed_einsum_mib"}
     assert compiler_options("NVIDIA H100 80GB HBM3").keys() == {"xla_gpu_enable_latency_hiding_scheduler"}
-    assert compiler_options("NVIDIA H200", deterministic=True)["xla_gpu_deterministic_ops"] == "true"
+    assert compiler_options("NVIDIA H200", deterministic=True)["xla_gpu_deterministic_ops"] is True
 
 
 @pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])

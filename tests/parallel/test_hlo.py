@@ -50,6 +50,7 @@ ENTRY %main (a: f32[64,32]) -> f32[64,32] {
   %z = f32[64,32]{1,0} get-tuple-element(%loop), index=1
   %scattered = f32[4,32]{1,0} fusion(%z), kind=kCustom, calls=%all-reduce-scatter.1, backend_config={"estimated_cycles":"7"}
   %xsa_forward.3 = (bf16[2,4,512,128]{3,2,1,0}, f32[2,4,1,512]{3,2,1,0}) custom-call(%z), custom_call_target="tpu_custom_call"
+  %begun = ((f32[64,32]{1,0}), f32[16,32]{1,0}) reduce-scatter-start(%z), channel_id=5, replica_groups=[4,4]<=[16], to_apply=%sum
   ROOT %permuted = f32[64,32]{1,0} collective-permute(%z), channel_id=4, source_target_pairs={{0,1}}
 }
 """
@@ -62,13 +63,14 @@ def test_a_program_by_hand(stride, trips):
     program = read(LOOP.replace("STRIDE", str(stride)))
     assert (program.cycles, program.cycles_in_loops) == (100 * trips + 7, 100 * trips)
     assert program.kernels == [Kernel("xsa_forward", (2, 4, 512, 128), 1)]
-    found = {c.kind: (c.dtype, c.group, c.times, round(c.wire), c.in_loop, c.synchronous) for c in program.collectives}
-    assert found == {
-        "all-gather": ("bf16", 16, trips, trips * 64 * 32 * 2 * 15 / 16, True, False),
-        "all-reduce": ("f32", 4, trips, trips * 2 * WHOLE * 3 / 4, True, True),
-        "reduce-scatter": ("f32", 4, 1, WHOLE * 3 / 4, False, False),
-        "collective-permute": ("f32", 16, 1, WHOLE, False, True),
-    }
+    found = [(c.kind, c.dtype, c.group, c.times, round(c.wire), c.in_loop, c.synchronous) for c in program.collectives]
+    assert found == [
+        ("all-gather", "bf16", 16, trips, trips * 64 * 32 * 2 * 15 / 16, True, False),
+        ("all-reduce", "f32", 4, trips, trips * 2 * WHOLE * 3 / 4, True, True),
+        ("reduce-scatter", "f32", 4, 1, WHOLE * 3 / 4, False, False),  # an all-reduce of which each device keeps its part
+        ("reduce-scatter", "f32", 4, 1, WHOLE * 3 / 4, False, False),
+        ("collective-permute", "f32", 16, 1, WHOLE, False, True),
+    ]
     assert program.wire() == sum(c.wire for c in program.collectives)
     assert program.wire(synchronous=True, in_loop=True) == trips * 2 * WHOLE * 3 / 4
     assert program.collectives[0].source == "while/body/gather"

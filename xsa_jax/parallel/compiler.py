@@ -3,6 +3,9 @@
 import os
 from collections.abc import Mapping
 
+# The compiler for TPUs takes the values of flags as text, that for GPUs as Python values.
+Option = str | bool | int
+
 # Collective matmul divides a product into steps that pass operands round the ring. At the large batches per chip of training it
 # costs more than it hides.
 _NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
@@ -18,12 +21,12 @@ _ASYNC_GATHERS = {
 # Gathers are not joined to the fusions that both cores of a chip share, where the device would wait for them.
 _GATHERS_APART = {"xla_tpu_megacore_fusion_allow_ags": "false"}
 # Collectives are started as early and awaited as late as their operands allow; jax's page on GPU performance advises it.
-_LATENCY_HIDING = {"xla_gpu_enable_latency_hiding_scheduler": "true"}
+_LATENCY_HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # Sums in a fixed order, in place of atomic additions, and no choice of kernels by timing.
-_DETERMINISTIC_GPU = {"xla_gpu_deterministic_ops": "true", "xla_gpu_autotune_level": "0"}
+_DETERMINISTIC_GPU = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
 
 # Options by the start of jax's device_kind, in lower case. The first that fits counts.
-_BY_KIND: dict[str, Mapping[str, str]] = {
+_BY_KIND: dict[str, Mapping[str, Option]] = {
     "tpu v5 lite": _NO_WINDOWED_EINSUM,
     "tpu v5e": _NO_WINDOWED_EINSUM,
     "tpu v5": _NO_WINDOWED_EINSUM | _ASYNC_GATHERS | _GATHERS_APART,
@@ -33,7 +36,7 @@ _BY_KIND: dict[str, Mapping[str, str]] = {
 }
 
 
-def compiler_options(device_kind: str, deterministic: bool = False) -> dict[str, str]:
+def compiler_options(device_kind: str, deterministic: bool = False) -> dict[str, Option]:
     """The options for one kind of device, without those that the user has set in XLA_FLAGS or LIBTPU_INIT_ARGS.
 
     Args:

@@ -227,15 +227,16 @@ def _collective(
         if dtype in _BYTES
     ]
     size, n = sum(size for _, size in sizes), _group(instruction.rest, devices)
-    if kind == "all-gather" and instruction.op.endswith("-start"):  # the shape holds operands and results
-        size = max(size - size // (n + 1), sizes[-1][1])
+    start = instruction.op.endswith("-start")
     if kind == "collective-permute":
         size, share = sizes[0][1], 1.0
     elif kind == "all-reduce" and "all-reduce-scatter" in computation:
         kind, share = "reduce-scatter", (n - 1) / n  # the shape is that of the whole array
+    elif start and kind in ("all-gather", "reduce-scatter"):
+        share = (n - 1) / (n + 1)  # the shape is that of the whole array and of a part
     else:
         share = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1.0}.get(kind, (n - 1) / n)
-    asynchronous = fused or instruction.op.endswith("-start") or "async_collective_name" in instruction.rest
+    asynchronous = fused or start or "async_collective_name" in instruction.rest
     name = re.search(r'op_name="(?:jit\(\w+\)/)?([^"]*)"', instruction.rest)
     return Collective(
         kind, sizes[0][0] if sizes else "?", n, times, size * share * times, in_loop, not asynchronous, name[1] if name else ""

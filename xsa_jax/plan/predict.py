@@ -46,7 +46,7 @@ class Plan:
     mesh: Mapping[str, int]
     remat: str
     loss_chunk_tokens: int
-    options: Mapping[str, str]
+    options: Mapping[str, Any]
     memory: Mapping[str, int]
     available: float
     cycles: Mapping[str, float]

@@ -19,7 +19,7 @@ from xsa_jax.model.attention import check_implementation
 from xsa_jax.model.transformer import Model, build
 from xsa_jax.parallel import hlo
 from xsa_jax.parallel.chips import chip
-from xsa_jax.parallel.compiler import compiler_options
+from xsa_jax.parallel.compiler import Option, compiler_options
 from xsa_jax.parallel.mesh import batch_rows, batch_sharding, batch_shards, make_mesh, platform
 from xsa_jax.train import optim
 from xsa_jax.train.flops import Flops, train_flops_per_token
@@ -74,7 +74,7 @@ class Setup:
         return {"tokens": ids, "segment_ids": ids} if data.documents == "isolate" else {"tokens": ids}
 
     @property
-    def compiler_options(self) -> dict[str, str]:
+    def compiler_options(self) -> dict[str, Option]:
         """The options that the train step is compiled with."""
         return compiler_options(self.mesh.devices.flat[0].device_kind, self.config.train.deterministic)
 

@@ -118,7 +118,7 @@ def check_nothing_lost(workdir: pathlib.Path) -> None:
         )
 
 
-def record_start(workdir: pathlib.Path, config: Config, step: int, remat: str, compiler_options: Mapping[str, str]) -> None:
+def record_start(workdir: pathlib.Path, config: Config, step: int, remat: str, compiler_options: Mapping[str, Any]) -> None:
     """Writes config.json, and appends a line to starts.jsonl. Only process 0 writes.
 
     Args:
