@@ -8,9 +8,15 @@ READY := $(VENV)/installed
 GATES_VENV ?= .venv-gates
 GATES_RUN := $(GATES_VENV)/bin/python
 GATES_READY := $(GATES_VENV)/installed
-# Chips whose kernel cost is compared with the stored one.
+# Chips whose kernel cost, and plans whose numbers, are compared with the stored ones.
 GATES_CHIPS ?= v5e,v5p,v6e,tpu7x
-GATES_TESTS := tests/kernels/test_gpu_compile.py tests/kernels/test_tpu_compile.py tests/train/test_topology.py
+GATES_PLANS ?= 0p7b@v5e:4x4,0p7b@v5e:16x16,1p3b@v6e:8x8
+
+# make plan CONFIG=configs/paper.py:2p7b TOPOLOGY=v5e:16x16 PLAN_FLAGS="--mesh data=16,fsdp=16"
+CONFIG ?= configs/paper.py:0p7b
+TOPOLOGY ?= v5e:4x4
+PLAN_FLAGS ?= --config.attention.kind=xsa
+GATES_TESTS := tests/kernels/test_gpu_compile.py tests/kernels/test_tpu_compile.py tests/train/test_topology.py tests/plan
 
 DEMO := runs/demo
 # Extra flags for both demo trainings. For a short demo: --config.train.num_steps=20 --config.optim.warmup_steps=5
@@ -19,7 +25,7 @@ DEMO_FLAGS ?=
 # The packages for other devices, beside those of the CPU: make install EXTRA=tpu or EXTRA=cuda12.
 EXTRA ?=
 
-.PHONY: demo install test test-all test-fast gates lint format lock docs clean-demo check-python
+.PHONY: demo install test test-all test-fast gates plan plan-table lint format lock docs clean-demo check-python
 
 ## Train SA and XSA on text that ships with Python, evaluate both, and print and plot the comparison.
 demo: $(READY)
@@ -55,6 +61,16 @@ test-fast: $(READY)
 gates: $(GATES_READY)
 	GATES=required $(GATES_RUN) -m pytest -n auto --dist worksteal $(GATES_TESTS)
 	PYTHONPATH=kernels $(GATES_RUN) benchmarks/tpu_bundles.py --chips $(GATES_CHIPS) --check benchmarks/results/tpu_bundles.json
+	$(GATES_RUN) benchmarks/plans.py --cases $(GATES_PLANS) --check benchmarks/results/plans.json
+
+## Plan a run on TPUs or GPUs that are not here: memory, bytes on the wire, predicted step.
+plan: $(GATES_READY)
+	PYTHONPATH=kernels:. $(GATES_RUN) -m xsa_jax.plan --config $(CONFIG) --topology $(TOPOLOGY) $(PLAN_FLAGS)
+
+## Plan the paper's sizes on five sets of devices, store the plans, and write their table into docs/pods.md. Takes half an hour.
+plan-table: $(GATES_READY)
+	$(GATES_RUN) benchmarks/plans.py --out benchmarks/results/plans.json
+	$(GATES_RUN) benchmarks/plans.py --table benchmarks/results/plans.json
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -18,3 +18,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 # A shell that starts the suite in the background has SIGINT ignored, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Files that take minutes start first, so that no worker is left with one at the end.
+_LONGEST = ("test_processes", "test_chaos", "test_run", "test_gpu_triton", "test_mesh", "test_start", "test_loss", "test_step")
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    items.sort(key=lambda item: _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST))

@@ -12,6 +12,7 @@ from tests.helpers import REPO
 from tests.processes import STOPPED, Processes, compiled, losses, store, train  # noqa: F401 fixtures
 from xsa_jax.train.checkpoint import Checkpoints
 
+KILLS = 20
 LONG = {"train.num_steps": 3000, "optim.schedule": "constant", "eval.every": 0, "checkpoint.every": 2000}
 
 
@@ -43,7 +44,7 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", ["save", *(pytest.param(name, marks=pytest.mark.long) for name in ("compile", "validation"))])
 def test_a_signal_in_any_phase_saves_one_step_on_all(launch, tmp_path, store, phase):
     changes = {**LONG, "checkpoint.every": 3} if phase == "save" else {**LONG, "eval.every": 3}
     run = launch("out", [after(PHASES[phase], train(tmp_path / "run", store, changes))] * 2)
@@ -58,16 +59,16 @@ def test_a_signal_in_any_phase_saves_one_step_on_all(launch, tmp_path, store, ph
         assert f"saving step {checkpoints.latest}; the same command continues" in run.texts()[0]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
-def test_kills_at_random_moments_change_nothing(launch, tmp_path, store, kills):
+@pytest.mark.long
+def test_kills_at_random_moments_change_nothing(launch, tmp_path, store):
     """Process 0 or 1 is killed, in a step, a save or the start; the same command goes on, and the run ends bit-equal."""
     changes = {"train.num_steps": 40, "checkpoint.every": 5, "eval.every": 10, "mesh.fsdp": 2}
     whole = launch("whole", [train(tmp_path / "whole", store, changes)] * 2)
     begun = time.monotonic()
     assert whole.wait() == [0, 0], whole.texts()
     duration = time.monotonic() - begun
-    rng = random.Random(kills)
-    for number in range(kills):
+    rng = random.Random(0)
+    for number in range(KILLS):
         hit = launch(f"hit{number}", [train(tmp_path / "run", store, changes)] * 2)
         time.sleep(rng.uniform(0.3, 0.9) * duration)
         hit.processes[rng.randrange(2)].kill()

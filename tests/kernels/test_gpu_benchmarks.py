@@ -23,6 +23,7 @@ def test_the_step_that_is_timed_is_the_papers(kind):
     assert train_step.config_of(kind, "auto", 256, tiny=False) == from_config_dict(config)
 
 
+@pytest.mark.long
 def test_device_script(tmp_path):
     for absent in ("grain", "ml_collections", "orbax"):
         (tmp_path / absent).mkdir()
@@ -74,6 +75,7 @@ def test_stored_cost_is_of_a_pinned_compiler():
     assert re.search(rf"^jax=={re.escape(stored['jax'])} ; python_full_version < '3.12'", lock, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_accuracy_has_every_column(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(accuracy, "PULLS", (7.0,))
     out = tmp_path / "accuracy.json"

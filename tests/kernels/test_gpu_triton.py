@@ -170,6 +170,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_budget_notices(mutation, monkeypatch):
     """Each of these is a fault that somebody has made."""

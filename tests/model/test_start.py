@@ -44,7 +44,7 @@ def test_every_shipped_config_is_covered():
     [pytest.param(*case, marks=[pytest.mark.long] if case[1] in LARGE else []) for case in SHIPPED],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)], ids=["tied", "untied"])
 def test_loss_starts_at_ln_v_and_gradients_at_one_size(name, arguments, tied):
     if not tied and arguments and arguments != ("0p7b",):
         pytest.skip("one wide untied config is enough; no shipped one is untied")

@@ -69,7 +69,10 @@ def _batches(config: Config, steps: int = 2) -> list[dict[str, np.ndarray]]:
     return [random_batch(config, seed, documents) for seed in range(steps)]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.fast] * (name == "xsa-grouped")) for name in CASES])
+MARKS = {"xsa-grouped": pytest.mark.fast, "learned-one-kv-head": pytest.mark.long}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, [])) for name in CASES])
 def pair(request) -> tuple[Run, Run]:
     overrides = CASES[request.param]
     batches = _batches(tiny_config(overrides))

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.helpers import subprocess_env
+from tests.kernels.gpu_aot import missing
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 
@@ -42,6 +43,12 @@ def test_the_train_step_compiles(chip):
     ]
 
 
+@pytest.mark.skipif(bool(missing()) and "GATES" not in os.environ, reason=f"install {missing()}, or run make gates")
+def test_the_train_step_compiles_for_gpus():
+    """With the options for GPUs: their compiler takes values of another type than that for TPUs."""
+    assert printed("gpus", "h200:4") == ["sa dots: gathers and reductions", "xsa attention: gathers and reductions"]
+
+
 @needs_libtpu
 def test_meshes_of_any_shape():
     """Every product of powers of two on every topology, and by default fsdp on whole physical axes."""
@@ -55,20 +62,33 @@ def test_meshes_of_any_shape():
     ]
 
 
-def step(topology: str) -> None:
+def program_of(topology: str, kind: str, policy: str, **train: object):
     from xsa_jax.config import Config, from_config_dict, to_dict
     from xsa_jax.parallel import hlo
     from xsa_jax.plan.topology import devices_of
     from xsa_jax.train.setup import assemble
 
+    tree = to_dict(Config())
+    tree["model"] |= {"num_layers": 2, "d_model": 256, "d_ff": 512, "vocab_size": 1024, "remat": policy}
+    impl = "auto" if topology.startswith("v") else "triton"
+    tree["attention"] |= {"kind": kind, "num_heads": 4, "num_kv_heads": 4, "head_dim": 128, "impl": impl}
+    tree["data"] |= {"seq_len": 512, "batch_size": 4}
+    tree["mesh"] |= {"fsdp": 2, "tensor": 2}
+    tree["train"] |= train
+    return hlo.read(assemble(from_config_dict(tree), devices_of(topology)).compile().as_text() or "")
+
+
+def step(topology: str) -> None:
     for kind, policy in (("sa", "dots"), ("xsa", "attention"), ("xsa", "full")):
-        tree = to_dict(Config())
-        tree["model"] |= {"num_layers": 2, "d_model": 256, "d_ff": 512, "vocab_size": 1024, "remat": policy}
-        tree["attention"] |= {"kind": kind, "num_heads": 4, "num_kv_heads": 4, "head_dim": 128}
-        tree["data"] |= {"seq_len": 512, "batch_size": 4}
-        tree["mesh"] |= {"fsdp": 2, "tensor": 2}
-        program = hlo.read(assemble(from_config_dict(tree), devices_of(topology)).compile().as_text() or "")
+        program = program_of(topology, kind, policy)
         print(kind, policy, *sorted(kernel.name for kernel in program.kernels), flush=True)
+
+
+def gpus(topology: str) -> None:
+    for kind, policy, deterministic in (("sa", "dots", False), ("xsa", "attention", True)):
+        found = {c.kind for c in program_of(topology, kind, policy, deterministic=deterministic).collectives}
+        moves = "gathers and reductions" if {"all-gather", "all-reduce"} <= found else str(found)
+        print(f"{kind} {policy}: {moves}", flush=True)
 
 
 def meshes(topologies: list[str]) -> None:
@@ -91,7 +111,8 @@ def meshes(topologies: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "step":
-        step(sys.argv[2])
+    what, *topologies = sys.argv[1:]
+    if what == "meshes":
+        meshes(topologies)
     else:
-        meshes(sys.argv[2:])
+        {"step": step, "gpus": gpus}[what](*topologies)

@@ -1,6 +1,6 @@
 """A plan in words and numbers, with each assumption beside it."""
 
-from collections.abc import Sequence
+import math
 
 from xsa_jax.plan.predict import Plan, summed
 
@@ -34,6 +34,11 @@ def report(plan: Plan) -> str:
             )
     waited = plan.program.wire(synchronous=True)
     lines += [f"  total {plan.program.wire() / _GB:.3f} GB, of which the device waits for {waited / _GB:.3f} GB", ""]
+    if math.isnan(plan.step):
+        lines.append(
+            f"step: not predicted, since the clock of this chip is not published; {sum(plan.cycles.values()) / 1e6:.1f}M cycles"
+        )
+        return "\n".join(lines)
     lines.append(f"predicted step: {1e3 * plan.step:.1f} ms")
     if plan.cycles:
         loops = plan.program.cycles_in_loops / max(1, plan.program.cycles)
@@ -57,28 +62,3 @@ def report(plan: Plan) -> str:
         f"{plan.num_steps:,} steps: {days:.2f} days, {24 * days * plan.devices:,.0f} device-hours (without validation, saves)"
     )
     return "\n".join(lines)
-
-
-def table(plans: Sequence[tuple[str, Plan]]) -> str:
-    """Plans as a Markdown table, one row each.
-
-    Args:
-      plans: name and plan of each run.
-    """
-    head = (
-        "| config | devices | mesh (data, fsdp, tensor) | remat | GiB | M cycles | GB on the wire (waited for) | step | MFU | HFU "
-        "| days |"
-    )
-    rows = [head, "|" + "---|" * 11]
-    for name, plan in plans:
-        mesh = ", ".join(str(size) for size in plan.mesh.values())
-        wire, waited = plan.program.wire() / _GB, plan.program.wire(synchronous=True) / _GB
-        cycles = f"{sum(plan.cycles.values()) / 1e6:,.0f}" if plan.cycles else "-"
-        memory = f"{plan.memory['needed'] / _GiB:.1f} of {plan.available / _GiB:.1f}"
-        days = plan.num_steps * plan.step / 86400
-        cells = [
-            name, plan.topology, mesh, plan.remat, memory, cycles, f"{wire:.2f} ({waited:.2f})", f"{1e3 * plan.step:,.0f} ms",
-            f"{100 * plan.mfu:.1f}%", f"{100 * plan.hfu:.1f}%", f"{days:.2f}",
-        ]  # fmt: skip
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)

@@ -107,8 +107,8 @@ class Metrics:
             seconds = (now - self._time) / (step - self._step)
             rate = self._tokens / (now - self._time)
             mfu, hfu = (rate * flops / self._peak if self._peak else None for flops in self._flops)
-            values |= {"step_time": seconds, "tokens_per_second": rate, "mfu": mfu, "hfu": hfu}
-            values |= self._slowest({"input_wait": self._waited / (step - self._step)})
+            values |= {"tokens_per_second": rate, "mfu": mfu, "hfu": hfu}
+            values |= self._slowest({"step_time": seconds, "input_wait": self._waited / (step - self._step)})
         self._start_interval(step, now)
         self.write(step, "train", values, stays=not self._warm or step == self._config.num_steps)
         self._warm = True  # The first step includes the compilation, so its time is not a step time.
