@@ -42,6 +42,11 @@ LOOP = """HloModule jit_step, num_partitions=16
   ROOT %whole = f32[64,32]{1,0} all-reduce(%r), channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%sum
 }
 
+%offloaded (o: f32[16,32]) -> f32[64,32] {
+  %o = f32[16,32]{1,0} parameter(0)
+  ROOT %whole.2 = f32[64,32]{1,0} all-gather(%o), channel_id=6, replica_groups=[4,4]<=[16], backend_config={"estimated_cycles":"3"}
+}
+
 ENTRY %main (a: f32[64,32]) -> f32[64,32] {
   %a = f32[64,32]{1,0} parameter(0)
   %zero = s32[] constant(0)
@@ -51,6 +56,8 @@ ENTRY %main (a: f32[64,32]) -> f32[64,32] {
   %scattered = f32[4,32]{1,0} fusion(%z), kind=kCustom, calls=%all-reduce-scatter.1, backend_config={"estimated_cycles":"7"}
   %xsa_forward.3 = (bf16[2,4,512,128]{3,2,1,0}, f32[2,4,1,512]{3,2,1,0}) custom-call(%z), custom_call_target="tpu_custom_call"
   %begun = ((f32[64,32]{1,0}), f32[16,32]{1,0}) reduce-scatter-start(%z), channel_id=5, replica_groups=[4,4]<=[16], to_apply=%sum
+  %called = ((f32[16,32]{1,0}), f32[64,32]{1,0}) call-start(%z), calls=%offloaded
+  %ended = f32[64,32]{1,0} call-done(%called), calls=%offloaded
   ROOT %permuted = f32[64,32]{1,0} collective-permute(%z), channel_id=4, source_target_pairs={{0,1}}
 }
 """
@@ -61,7 +68,7 @@ WHOLE = 64 * 32 * 4
 @pytest.mark.parametrize(("stride", "trips"), [(1, 24), (2, 12), (5, 5)])
 def test_a_program_by_hand(stride, trips):
     program = read(LOOP.replace("STRIDE", str(stride)))
-    assert (program.cycles, program.cycles_in_loops) == (100 * trips + 7, 100 * trips)
+    assert (program.cycles, program.cycles_in_loops) == (100 * trips + 7 + 3, 100 * trips)
     assert program.kernels == [Kernel("xsa_forward", (2, 4, 512, 128), 1)]
     found = [(c.kind, c.dtype, c.group, c.times, round(c.wire), c.in_loop, c.synchronous) for c in program.collectives]
     assert found == [
@@ -69,6 +76,7 @@ def test_a_program_by_hand(stride, trips):
         ("all-reduce", "f32", 4, trips, trips * 2 * WHOLE * 3 / 4, True, True),
         ("reduce-scatter", "f32", 4, 1, WHOLE * 3 / 4, False, False),  # an all-reduce of which each device keeps its part
         ("reduce-scatter", "f32", 4, 1, WHOLE * 3 / 4, False, False),
+        ("all-gather", "f32", 4, 1, WHOLE * 3 / 4, False, False),
         ("collective-permute", "f32", 16, 1, WHOLE, False, True),
     ]
     assert program.wire() == sum(c.wire for c in program.collectives)

@@ -61,8 +61,8 @@ def test_a_search_ranks_what_fits():
 @needs_libtpu
 def test_a_run_that_does_not_fit_is_one_line():
     large = ["--config.data.batch_size=4096", "--config.model.num_layers=48"]
-    for arguments, message in ((["--mesh=fsdp=4"], "no policy fits the 15.8 GiB"), (["--mesh=fsdp=3"], "mesh.fsdp=3")):
-        done = run("--topology=v5e:2x2", *large, *arguments)
+    for arguments, message in ((large, "no policy fits the 15.8 GiB"), (["--mesh=fsdp=8"], "mesh.fsdp=8")):
+        done = run("--topology=v5e:2x2", *arguments)
         assert done.returncode == 1
         assert message in done.stderr.splitlines()[-1]
 

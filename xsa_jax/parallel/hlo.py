@@ -113,7 +113,7 @@ def read(text: str) -> Program:
                 dims = re.search(r"\[([\d,]+)\]", instruction.shape)
                 shape = tuple(int(n) for n in dims[1].split(",")) if dims else ()
                 program.kernels.append(Kernel(instruction.name.rsplit(".", 1)[0], shape, times))
-            if instruction.op in ("fusion", "call", "async-start", "conditional", "custom-call"):
+            if not instruction.op.endswith(("-done", "-update")):  # what they end was counted where it starts
                 for called in _called(instruction.rest):
                     if called in computations:
                         walk(called, times, in_loop, True)
