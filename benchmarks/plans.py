@@ -18,6 +18,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
 REPO = pathlib.Path(__file__).resolve().parents[1]
 SIZES = ("0p7b", "1p3b", "2p7b")
@@ -43,14 +44,12 @@ def planned(case: str) -> dict:
         return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
 
 
-def plans(cases: list[str]) -> dict[str, dict]:
-    """The plans of these cases, two at a time."""
+def plans(cases: list[str]) -> Iterator[tuple[str, dict]]:
+    """The plans of these cases in their order, made two at a time."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        found = {}
         for case, plan in zip(cases, pool.map(planned, cases), strict=True):
             print(case, plan.get("error") or f"{1e3 * plan['step']:.1f} ms, MFU {100 * plan['mfu']:.1f}%", flush=True)
-            found[case] = plan
-    return found
+            yield case, plan
 
 
 def numbers(plan: dict) -> dict[str, float]:
@@ -89,12 +88,15 @@ def table(stored: dict) -> str:
     pairs = [(case, case + "@sa") for case in stored["plans"] if case + "@sa" in stored["plans"]]
     ratios = [f"{case} {stored['plans'][case]['step'] / stored['plans'][sa]['step']:.4f}" for case, sa in pairs]
     versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-    return "\n".join([*rows, "", f"Step of XSA over that of SA: {'; '.join(ratios)}.", "", f"{versions}, {stored['date']}."])
+    absent = [case for case in CASES if case not in stored["plans"]]
+    notes = [f"Step of XSA over that of SA: {'; '.join(ratios)}.", ""] if ratios else []
+    notes += [f"Not planned yet: {', '.join(absent)}.", ""] if absent else []
+    return "\n".join([*rows, "", *notes, f"{versions}, {stored['date']}."])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="file to store all plans in")
+    parser.add_argument("--out", type=pathlib.Path, help="file to store the plans in, beside those of other cases")
     parser.add_argument("--check", type=pathlib.Path, help="file with stored plans to compare with")
     parser.add_argument("--table", type=pathlib.Path, help="file with stored plans to write into docs/pods.md")
     parser.add_argument("--cases", default=",".join(CASES), help="size@topology[@sa], separated by commas")
@@ -102,11 +104,15 @@ def main() -> None:
     cases = args.cases.split(",")
     if args.out:
         versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
-        stored = {"versions": versions, "date": datetime.date.today().isoformat(), "plans": plans(cases)}
-        args.out.write_text(json.dumps(stored, indent=1) + "\n")
+        known = json.loads(args.out.read_text())["plans"] if args.out.exists() else {}
+        for case, plan in plans(cases):
+            known[case] = plan
+            ordered = {case: known[case] for case in CASES if case in known}
+            stored = {"versions": versions, "date": datetime.date.today().isoformat(), "plans": ordered}
+            args.out.write_text(json.dumps(stored, indent=1) + "\n")
     if args.check:
-        stored = json.loads(args.check.read_text())
-        problems = [f"{case}: {line}" for case, plan in plans(cases).items() for line in worse(plan, stored["plans"][case])]
+        stored = json.loads(args.check.read_text())["plans"]
+        problems = [f"{case}: {line}" for case, plan in plans(cases) for line in worse(plan, stored[case])]
         if problems:
             raise SystemExit("\n".join(problems))
         print(f"{len(cases)} plans need at most {100 * (SLACK - 1):.0f}% more than the stored ones")

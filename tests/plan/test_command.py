@@ -61,7 +61,11 @@ def test_a_search_ranks_what_fits():
 @needs_libtpu
 def test_a_run_that_does_not_fit_is_one_line():
     large = ["--config.data.batch_size=4096", "--config.model.num_layers=48"]
-    for arguments, message in ((large, "no policy fits the 15.8 GiB"), (["--mesh=fsdp=8"], "mesh.fsdp=8")):
+    cases = (
+        (large, "no policy fits the 15.8 GiB"), (["--mesh=fsdp=8"], "mesh.fsdp=8"),
+        ([*large, "--config.model.remat=none"], "the step does not fit: RESOURCE_EXHAUSTED"),
+    )  # fmt: skip
+    for arguments, message in cases:
         done = run("--topology=v5e:2x2", *arguments)
         assert done.returncode == 1
         assert message in done.stderr.splitlines()[-1]

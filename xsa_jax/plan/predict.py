@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from xsa_jax.config import Config
+from xsa_jax.errors import UserError
 from xsa_jax.parallel import hlo
 from xsa_jax.parallel.mesh import platform
 from xsa_jax.plan.kernels import kernel_cycles
@@ -38,7 +39,7 @@ class Plan:
       num_steps: steps of the run.
       mfu: model FLOPs over the peak of the devices, in the predicted time.
       hfu: the same for the FLOPs that the devices compute.
-      compile_seconds: time of the compilation.
+      compile_seconds: time of all compilations, with those of `model.remat=auto`.
     """
 
     topology: str
@@ -110,9 +111,14 @@ def plan(config: Config, topology: str) -> Plan:
     if devices[0].platform != "tpu" and config.attention.impl == "auto":
         # `auto` asks cuDNN, which is not here, whether it knows the shapes.
         config = dataclasses.replace(config, attention=dataclasses.replace(config.attention, impl="triton"))
-    setup = assemble(config, devices)
     started = time.perf_counter()
-    compiled = setup.compile()
+    setup = assemble(config, devices)
+    try:
+        compiled = setup.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(f"{topology}: the step does not fit: {str(error).splitlines()[0][:300]}") from None
     seconds = time.perf_counter() - started
     program = hlo.read(compiled.as_text() or "")
     return predicted(setup, topology, compiled, program, seconds)

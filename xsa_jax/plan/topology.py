@@ -12,7 +12,7 @@ import numpy as np
 from xsa_jax.errors import UserError
 from xsa_jax.parallel.chips import Chip, chip
 
-_TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+_TPUS = ("v5e", "v5p", "v6e", "tpu7x")
 _GPUS: dict[str, dict[str, Any]] = {
     "a100": {
         "name": "NVIDIA A100-SXM4-80GB", "shared": 167936, "block_shared": 166912, "cores": 108, "fpus": 64, "cache": 41943040,
