@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 
 import jax
 import pytest
@@ -72,9 +71,15 @@ def test_a_slice_that_the_data_axis_does_not_divide():
         arrange((1, 8, 1), devices)  # type: ignore[arg-type]
 
 
+def test_fsdp_is_what_an_explicit_data_axis_leaves(monkeypatch):
+    monkeypatch.setattr("xsa_jax.parallel.mesh.default_fsdp", lambda *_: pytest.fail("not asked for"))
+    for data, tensor, fsdp in ((8, 1, 1), (4, 1, 2), (2, 2, 2), (1, 1, 8)):
+        mesh = make_mesh(tiny_config({"mesh.data": data, "mesh.tensor": tensor}).mesh, 8, 32, jax.devices()[:8])
+        assert mesh.devices.shape == (data, fsdp, tensor)
+
+
 def test_the_chosen_size_is_named_where_it_does_not_fit(monkeypatch):
-    monkeypatch.setattr("xsa_jax.parallel.mesh.default_fsdp", lambda *_: 4)
-    config = tiny_config({"mesh.data": 4})
-    assert math.gcd(8, 32) == 8
-    with pytest.raises(ConfigError, match=r"mesh\.fsdp=-1 \(here 4\).*the 8 devices"):
+    monkeypatch.setattr("xsa_jax.parallel.mesh.default_fsdp", lambda *_: 3)
+    config = tiny_config()
+    with pytest.raises(ConfigError, match=r"mesh\.fsdp=-1 \(here 3\).*the 8 devices"):
         make_mesh(config.mesh, 8, 32, jax.devices()[:8])

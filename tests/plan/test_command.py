@@ -48,13 +48,13 @@ def test_a_plan_adds_up(topology, tmp_path):
 
 @needs_libtpu
 def test_a_search_ranks_what_fits():
-    done = run("--topology=v5e:2x2", "--search")
+    done = run("--topology=v5e:2x2", "-search", "--json", "unused.json")
     assert done.returncode == 0, done.stderr
     head, *rows = done.stdout.splitlines()
-    assert head.split() == ["data", "fsdp", "remat", "step", "MFU", "GiB"]
-    ranked = [row.split() for row in rows if not row.startswith("does not fit")]
+    assert head.split() == ["data", "fsdp", "tensor", "remat", "step", "MFU", "GiB"]
+    ranked = [row.split() for row in rows if not row.startswith("not planned")]
     assert {(row[0], row[1]) for row in ranked} == {("4", "1"), ("2", "2"), ("1", "4")}
-    times = [float(row[3]) for row in ranked]
+    times = [float(row[4]) for row in ranked]
     assert times == sorted(times)
 
 

@@ -59,6 +59,7 @@ def test_bandwidth_of_a_group():
     everyone = list(pod.flat)
     assert ring_bandwidth(list(pod[:, 3, 0]), everyone) == 90e9  # a whole axis, whose ends meet
     assert ring_bandwidth(everyone, everyone) == 180e9
+    assert ring_bandwidth(list(pod[:4, 3, 0]), everyone) == 45e9  # a part of an axis
     small = chips(4, 4, 1)
     assert ring_bandwidth(list(small.flat), list(small.flat)) == 90e9  # two axes with ends
     assert ring_bandwidth(list(small[:, 0, 0]), list(small.flat)) == 45e9
@@ -93,6 +94,7 @@ def test_a_topology_that_is_none(name):
         (["--topology=v5e:4x4", "--mesh=rows=4"], "error: --mesh: found 'rows=4', expected sizes such as data=16"),
         (["--topology=v5e:4x4", "--mesh=fsdp=x"], "error: --mesh: found 'fsdp=x'"),
         (["--topology=v5e", "--mesh=fsdp=4"], "error: --topology=v5e: expected a TPU slice"),
+        (["--topology=v5e:4x4", "--mesh=fsdp=4", "--search"], "error: --search chooses data and fsdp itself"),
         (["--topology=v5e:4x4", "--config.mesh.rows=4"], "error: --config.mesh.rows=4: unknown field"),
         (["--topology=v5e:4x4", "--config.model.d_model=7", "--mesh=fsdp=4"], "error: model.d_model=7"),
     ],

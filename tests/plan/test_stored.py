@@ -31,9 +31,11 @@ def test_bytes_and_mfu(case):
 
 
 def test_a_step_with_xsa_takes_at_most_one_percent_more():
-    for case in STORED["plans"]:
-        if case.endswith("@sa"):
-            assert STORED["plans"][case.removesuffix("@sa")]["step"] <= 1.01 * STORED["plans"][case]["step"], case
+    plain = [case for case in STORED["plans"] if case.endswith("@sa")]
+    if not plain:
+        pytest.skip("not planned yet; the page says so")
+    for case in plain:
+        assert STORED["plans"][case.removesuffix("@sa")]["step"] <= 1.01 * STORED["plans"][case]["step"], case
 
 
 def test_more_than_the_slack_is_named():
@@ -42,4 +44,6 @@ def test_more_than_the_slack_is_named():
     assert plans.worse(plan | {"step": 1.029 * plan["step"]}, plan) == []
     (line,) = plans.worse(plan | {"step": 1.04 * plan["step"]}, plan)
     assert line.startswith("step is ")
-    assert plans.worse({"error": "no"}, plan) == ["no"]
+    assert plans.worse({"error": "no"}, plan) == ["no, stored None"]
+    assert plans.worse({"error": "no"}, {"error": "no"}) == []
+    assert plans.worse(plan, None) == ["no plan is stored; run with --out"]

@@ -99,9 +99,10 @@ def test_hardware_flops_by_hand(remat, again):
     scores = 24 * 8.5  # which every backward kernel computes once more
     found = train_flops_per_token(config)
     assert found.hardware - found.model == pytest.approx(2 * 3 * (again + scores))
-    chunked = train_flops_per_token(tiny_config({"model.num_layers": 3, "model.remat": remat, "train.loss_chunk_tokens": 127}))
+    chunked_config = tiny_config({"model.num_layers": 3, "model.remat": remat, "train.loss_chunk_tokens": 127})
+    chunked = train_flops_per_token(chunked_config)
     assert chunked.hardware - found.hardware == pytest.approx(2 * 1920)  # the logits of each chunk
-    assert train_flops_per_token(config, 2) == found
+    assert train_flops_per_token(chunked_config, 2) == found  # each of two devices has its logits at once
 
 
 def test_flops_are_six_per_parameter_at_the_paper_shape_and_the_same_for_xsa():

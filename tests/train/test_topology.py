@@ -40,6 +40,7 @@ def test_the_train_step_compiles(chip):
         "sa dots attention_backward attention_forward",
         "xsa attention xsa_backward xsa_forward",
         "xsa full xsa_backward xsa_forward xsa_forward",
+        "xsa offload xsa_backward xsa_forward and some in the host's memory",
     ]
 
 
@@ -75,18 +76,20 @@ def program_of(topology: str, kind: str, policy: str, **train: object):
     tree["data"] |= {"seq_len": 512, "batch_size": 4}
     tree["mesh"] |= {"fsdp": 2, "tensor": 2}
     tree["train"] |= train
-    return hlo.read(assemble(from_config_dict(tree), devices_of(topology)).compile().as_text() or "")
+    compiled = assemble(from_config_dict(tree), devices_of(topology)).compile()
+    return hlo.read(compiled.as_text() or ""), compiled.memory_analysis()
 
 
 def step(topology: str) -> None:
-    for kind, policy in (("sa", "dots"), ("xsa", "attention"), ("xsa", "full")):
-        program = program_of(topology, kind, policy)
-        print(kind, policy, *sorted(kernel.name for kernel in program.kernels), flush=True)
+    for kind, policy in (("sa", "dots"), ("xsa", "attention"), ("xsa", "full"), ("xsa", "offload")):
+        program, memory = program_of(topology, kind, policy)
+        host = ["and some in the host's memory"] if memory.host_temp_size_in_bytes else []
+        print(kind, policy, *sorted(kernel.name for kernel in program.kernels), *host, flush=True)
 
 
 def gpus(topology: str) -> None:
     for kind, policy, deterministic in (("sa", "dots", False), ("xsa", "attention", True)):
-        found = {c.kind for c in program_of(topology, kind, policy, deterministic=deterministic).collectives}
+        found = {c.kind for c in program_of(topology, kind, policy, deterministic=deterministic)[0].collectives}
         moves = "gathers and reductions" if {"all-gather", "all-reduce"} <= found else str(found)
         print(f"{kind} {policy}: {moves}", flush=True)
 

@@ -181,7 +181,8 @@ class MeshConfig:
 
     data: int = field(-1, "number of model replicas; -1 = as many as the devices allow", least=-1, may_change=True)
     fsdp: int = field(
-        -1, "shards of parameters, optimiser state and batch; -1 = up to 16 chips of a TPU slice, the GPUs of a host, 1 on a CPU",
+        -1, "shards of parameters, optimiser state and batch; -1 = what `mesh.data` leaves, or, where that is -1 too, up to 16 "
+        "chips of a TPU slice, the GPUs of a host, and 1 on a CPU",
         least=-1, may_change=True,
     )  # fmt: skip
     tensor: int = field(1, "number of shards of heads, feed-forward and vocabulary", least=1, may_change=True)

@@ -46,7 +46,11 @@ def make_mesh(sizes: MeshConfig, batch_size: int, d_model: int, devices: Sequenc
       ConfigError: the product of the sizes is not the number of devices, the batch does not divide over the batch shards, or
         several TPU slices do not divide the data axis.
     """
-    fsdp = sizes.fsdp if sizes.fsdp > 0 else default_fsdp(devices, sizes.tensor, math.gcd(batch_size, d_model))
+    fsdp = sizes.fsdp
+    if fsdp < 0 and sizes.data > 0:
+        fsdp = max(1, len(devices) // (sizes.data * sizes.tensor))
+    elif fsdp < 0:
+        fsdp = default_fsdp(devices, sizes.tensor, math.gcd(batch_size, d_model))
     data = sizes.data if sizes.data > 0 else len(devices) // (fsdp * sizes.tensor)
     shape = (data, fsdp, sizes.tensor)
     if math.prod(shape) != len(devices):

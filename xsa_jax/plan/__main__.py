@@ -43,7 +43,9 @@ def main(argv: list[str]) -> None:
         from xsa_jax.plan.search import search
 
         if SEARCH.value:
-            print(search(config, topology, [arg for arg in sys.argv[1:] if not arg.startswith(("--search", "--json"))]))
+            if MESH.value:
+                raise UserError("--search chooses data and fsdp itself; leave --mesh out, or set --config.mesh.tensor")
+            print(search(config, topology, sys.argv[1:]))
             return
         found = plan(config, topology)
     except UserError as error:

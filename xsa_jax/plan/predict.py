@@ -120,6 +120,9 @@ def plan(config: Config, topology: str) -> Plan:
             raise
         raise UserError(f"{topology}: the step does not fit: {str(error).splitlines()[0][:300]}") from None
     seconds = time.perf_counter() - started
+    needed, stated = device_bytes(compiled), chip_of(devices)
+    if needed > stated.memory:
+        raise UserError(f"{topology}: the step does not fit: {needed / 2**30:.1f} GiB of {stated.memory / 2**30:.1f} GiB")
     program = hlo.read(compiled.as_text() or "")
     return predicted(setup, topology, compiled, program, seconds)
 
@@ -187,10 +190,12 @@ def _rings(mesh: jax.sharding.Mesh) -> dict[int, float]:
     rings: dict[int, float] = {}
     for axis in range(mesh.devices.ndim):
         ring = list(np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)[:, 0])
+        if len(ring) == 1:
+            continue
         found = ring_bandwidth(ring, everyone)
         rings[len(ring)] = min(found, rings.get(len(ring), found))
     return rings | ({mesh.size: ring_bandwidth(everyone, everyone)} if mesh.size not in rings else {})
 
 
 def _bandwidth(rings: Mapping[int, float], group: int) -> float:
-    return rings.get(group, min(rings.values()))
+    return rings.get(group, min(rings.values(), default=math.inf))

@@ -36,7 +36,7 @@ def candidates(config: Config, devices: int, memory: float, default: int) -> lis
 
     Args:
       config: config of the run.
-      devices: number of devices.
+      devices: number of devices that data and fsdp are to use.
       memory: bytes of memory of a device.
       default: number of fsdp shards that a run has by default.
     """
@@ -46,7 +46,7 @@ def candidates(config: Config, devices: int, memory: float, default: int) -> lis
 
 
 def search(config: Config, topology: str, arguments: Sequence[str]) -> str:
-    """Plans the candidates, as many at a time as there are cores, and returns a ranking of those that fit.
+    """Plans the candidates, several at a time, and returns a ranking of those that fit.
 
     Args:
       config: config of the run.
@@ -54,42 +54,42 @@ def search(config: Config, topology: str, arguments: Sequence[str]) -> str:
       arguments: flags that describe the run, for `python -m xsa_jax.plan`.
 
     Raises:
-      UserError: nothing fits.
+      UserError: nothing fits, or no step is predicted for these devices.
     """
     devices = devices_of(topology)
-    default = default_fsdp(devices, 1, math.gcd(config.data.batch_size, config.model.d_model))
-    found = candidates(config, len(devices), chip_of(devices).memory, default)
-    if not found:
-        raise UserError(
-            f"nothing fits {topology}: the state alone is larger than the memory, or no mesh divides the batch and width"
-        )
+    stated = chip_of(devices)
+    if devices[0].platform == "tpu" and stated.clock is None:
+        raise UserError(f"--search: steps on {topology} are not predicted, since the clock of this chip is not published")
+    default = default_fsdp(devices, config.mesh.tensor, math.gcd(config.data.batch_size, config.model.d_model))
+    found = candidates(config, len(devices) // config.mesh.tensor, stated.memory, default)
 
     def planned(candidate: Candidate) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "plan.json"
-            command = [sys.executable, "-m", "xsa_jax.plan", *arguments, *candidate.flags, f"--json={path}"]
-            done = subprocess.run(command, capture_output=True, text=True)
-            return json.loads(path.read_text()) if path.exists() else {"error": done.stderr.strip().splitlines()[-1]}
+            flags = [*arguments, *candidate.flags, "--nosearch", f"--json={path}"]  # the last of equal flags counts
+            done = subprocess.run([sys.executable, "-m", "xsa_jax.plan", *flags], capture_output=True, text=True)
+            last_line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            return json.loads(path.read_text()) if path.exists() else {"error": last_line}
 
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        plans = list(pool.map(planned, found))
-    return _ranking(list(zip(found, plans, strict=True)))
+    with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        plans = list(zip(found, pool.map(planned, found), strict=True))
+    if all("error" in plan for _, plan in plans):
+        reasons = "".join(f"; fsdp={c.fsdp}, remat={c.remat}: {plan['error'][:160]}" for c, plan in plans)
+        raise UserError(f"nothing fits {topology}, or no mesh divides the batch and the width{reasons}")
+    return _ranking(plans)
 
 
 def _ranking(plans: Sequence[tuple[Candidate, dict[str, Any]]]) -> str:
-    def fits(plan: dict[str, Any]) -> bool:
-        return "error" not in plan and plan["memory"]["needed"] <= plan["available"]
-
-    lines = [f"{'data':>5} {'fsdp':>5} {'remat':10} {'step':>10} {'MFU':>6} {'GiB':>6}"]
-    for candidate, plan in sorted((pair for pair in plans if fits(pair[1])), key=lambda pair: pair[1]["step"]):
-        data, milliseconds, gib = plan["mesh"]["data"], 1e3 * plan["step"], plan["memory"]["needed"] / 2**30
+    lines = [f"{'data':>5} {'fsdp':>5} {'tensor':>6} {'remat':10} {'step':>10} {'MFU':>6} {'GiB':>6}"]
+    for _, plan in sorted((pair for pair in plans if "error" not in pair[1]), key=lambda pair: pair[1]["step"]):
+        mesh, milliseconds, gib = plan["mesh"], 1e3 * plan["step"], plan["memory"]["needed"] / 2**30
         lines.append(
-            f"{data:5} {candidate.fsdp:5} {candidate.remat:10} {milliseconds:7.1f} ms {100 * plan['mfu']:5.1f}% {gib:6.2f}"
+            f"{mesh['data']:5} {mesh['fsdp']:5} {mesh['tensor']:6} {plan['remat']:10} {milliseconds:7.1f} ms "
+            f"{100 * plan['mfu']:5.1f}% {gib:6.2f}"
         )
     for candidate, plan in plans:
-        if not fits(plan):
-            reason = plan.get("error") or f"needs {plan['memory']['needed'] / 2**30:.2f} GiB"
-            lines.append(f"does not fit: fsdp={candidate.fsdp}, remat={candidate.remat}: {reason[:160]}")
+        if "error" in plan:
+            lines.append(f"not planned: fsdp={candidate.fsdp}, remat={candidate.remat}: {plan['error'][:160]}")
     return "\n".join(lines)
 
 

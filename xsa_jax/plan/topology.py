@@ -70,7 +70,7 @@ def ring_bandwidth(ring: Sequence[jax.Device], devices: Sequence[jax.Device]) ->
     """Bytes/s that each device of a group sends while the group gathers an array.
 
     On a TPU a group has the links of each physical axis that it covers: both directions where the axis is closed to a ring, and
-    half of that where it has ends.
+    half of that where it has ends, or the group covers a part of it.
 
     Args:
       ring: devices of the group.
@@ -79,8 +79,9 @@ def ring_bandwidth(ring: Sequence[jax.Device], devices: Sequence[jax.Device]) ->
     link = chip_of(ring).link
     if ring[0].platform != "tpu":
         return link
-    covered, closed = _lengths(ring), _closed(_lengths(devices))
-    return max(link / 2, sum(link if ends_meet else link / 2 for n, ends_meet in zip(covered, closed, strict=True) if n > 1))
+    covered, whole = _lengths(ring), _lengths(devices)
+    axes = zip(covered, whole, _closed(whole), strict=True)
+    return max(link / 2, sum(link if closed and n == length else link / 2 for n, length, closed in axes if n > 1))
 
 
 def _lengths(devices: Sequence[jax.Device]) -> list[int]:

@@ -22,7 +22,7 @@ from xsa_jax.train.state import TrainState
 
 
 class _BackgroundErrors(logging.Filter):
-    """Hands on the errors that threads of Orbax log, in place of printing them.
+    """Hands on the errors that threads of Orbax log.
 
     Orbax raises the error of a save at the next one. With several processes it does not even then, because each waits for the
     others to finish. But it logs the error at once.
@@ -33,12 +33,11 @@ class _BackgroundErrors(logging.Filter):
         self._on_error = on_error
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is printed."""
+        """True, since every record is printed where this process goes on."""
         error = record.exc_info[1] if record.exc_info else None
-        if error is None or record.levelno < logging.ERROR or "orbax" not in pathlib.Path(record.pathname).parts:
-            return True
-        self._on_error(error)
-        return False
+        if error is not None and record.levelno >= logging.ERROR and "orbax" in pathlib.Path(record.pathname).parts:
+            self._on_error(error)
+        return True
 
 
 class Checkpoints:
@@ -77,7 +76,8 @@ class Checkpoints:
             cleanup_tmp_directories=config is not None,  # unfinished files of a killed save
         )
         self._errors = _BackgroundErrors(lambda error: on_error(self._unwritten(error)))
-        logging.getLogger("absl").addFilter(self._errors)
+        if config is not None:
+            logging.getLogger("absl").addFilter(self._errors)
 
     def __enter__(self) -> "Checkpoints":
         return self

@@ -53,7 +53,11 @@ def train(
     limits = config.watchdog
     lifeline.at("start", limits.start)
     folder.agree_on_start(config)
+    if config.model.remat == "auto":
+        lifeline.at("compile", limits.compile)
     setup = assemble(config)
+    lifeline.at("start", limits.start)
+    agreement.agree("recomputation", {"model.remat": setup.model.config.remat})
     data = open_data(config, setup.mesh)
     agreement.agree("data", {"token store": data.training.store_hash})
     print(_summary(setup), flush=True)

@@ -116,54 +116,67 @@ def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Set
     return Setup(config, mesh, model, tx, abstract, step, make_evaluator(model, config.train.loss_chunk_tokens))
 
 
-# Policies of model.remat, from the least recomputation to the least memory. `none` gains nothing where it fits: to store and read
-# what `dots` recomputes takes a TPU as long (docs/pods.md).
-_POLICIES: tuple[Any, ...] = ("dots", "attention", "full")
 # Share of a device's memory that a step may need: the runtime and the next batch take some.
 _USABLE = 0.95
 
 
 def _with_cheapest_remat(config: Config, devices: Sequence[jax.Device] | None) -> Setup:
-    """The run with the policy whose step fits the memory of a device in the fewest cycles, by the compiler's estimate.
+    """The run with the policy of `model.remat` that `auto` stands for.
 
-    Compilers for GPUs estimate none; there it is the first of `_POLICIES` that fits. On a CPU, where memory has no limit, it is
-    "none".
+    Of `dots` and `attention` it is the one that takes fewer cycles by the compiler's estimate, among those that fit the memory of a
+    device. Compilers for GPUs estimate none; there `dots` goes first. `full` is for where neither fits. Nothing is recomputed on a
+    CPU, where memory has no limit. `none` gains nothing elsewhere: to store and read what `dots` recomputes takes a TPU as long
+    (docs/pods.md).
     """
 
     def setup_with(policy: Any) -> Setup:
         return assemble(dataclasses.replace(config, model=dataclasses.replace(config.model, remat=policy)), devices)
 
-    setup = setup_with("none")
-    device = setup.mesh.devices.flat[0]
-    memory = _device_memory(device)
-    if memory is None:
-        return setup
-    fitting: list[tuple[int, Setup]] = []
-    for setup in map(setup_with, _POLICIES):
+    def cycles_if_it_fits(setup: Setup, memory: float) -> int | None:
         try:
             compiled = setup.compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            continue
-        if device_bytes(compiled) <= _USABLE * memory:
-            fitting.append((hlo.read(compiled.as_text() or "").cycles, setup))
-            if len(fitting) == 2 or not fitting[0][0]:  # each further policy recomputes all that the last one does, and more
-                break
-    if not fitting:
+            return None
+        if device_bytes(compiled) > _USABLE * memory:
+            return None
+        return _cycles(compiled) if platform(setup.mesh) == "tpu" else 0
+
+    unlimited = setup_with("none")
+    memory = _device_memory(unlimited.mesh)
+    if memory is None:
+        return unlimited
+    best: tuple[int, Setup] | None = None
+    for setup in map(setup_with, ("dots", "attention", "full")):
+        if best and (setup.model.config.remat == "full" or best[0] == 0):
+            break
+        cycles = cycles_if_it_fits(setup, memory)
+        if cycles is not None and (best is None or cycles < best[0]):
+            best = cycles, setup
+    if best is None:
+        kind = unlimited.mesh.devices.flat[0].device_kind
         raise ConfigError(
-            f"model.remat='auto': no policy fits the {memory / 2**30:.1f} GiB of a {device.device_kind}; raise mesh.fsdp, or lower "
+            f"model.remat='auto': no policy fits the {memory / 2**30:.1f} GiB of a {kind}; raise mesh.fsdp, or lower "
             f"data.batch_size or train.loss_chunk_tokens"
         )
-    return min(fitting, key=lambda pair: pair[0])[1]
+    return best[1]
 
 
-def _device_memory(device: jax.Device) -> float | None:
-    """Bytes that programs may use on a device; None where there is no limit or it is unknown."""
-    found = chip(device.device_kind)
-    if found:
-        return found.memory
-    return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
+def _cycles(compiled: jax.stages.Compiled) -> int:
+    return hlo.read(compiled.as_text() or "").cycles
+
+
+def _device_memory(mesh: Mesh) -> float | None:
+    """Bytes that programs may use on a device of this process, or on a described one; None for CPUs and where it is unknown."""
+    if platform(mesh) == "cpu":
+        return None
+    device = next((device for device in mesh.devices.flat if device.process_index == jax.process_index()), mesh.devices.flat[0])
+    stated = chip(device.device_kind)
+    try:
+        return (device.memory_stats() or {})["bytes_limit"]  # less than the maker states: jax leaves some to others
+    except (jax.errors.JaxRuntimeError, NotImplementedError, AttributeError, KeyError):  # the device is not here
+        return stated.memory if stated else None
 
 
 def device_bytes(compiled: jax.stages.Compiled) -> int:
