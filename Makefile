@@ -8,9 +8,10 @@ READY := $(VENV)/installed
 GATES_VENV ?= .venv-gates
 GATES_RUN := $(GATES_VENV)/bin/python
 GATES_READY := $(GATES_VENV)/installed
-# Chips whose kernel cost, and plans whose numbers, are compared with the stored ones.
+# Chips whose kernel cost, and plans whose numbers, are compared with the stored ones, and tests that are run (all).
 GATES_CHIPS ?= v5e,v5p,v6e,tpu7x
-GATES_PLANS ?= 0p7b@v5e:4x4,0p7b@v5e:16x16,1p3b@v6e:8x8
+GATES_PLANS ?= 0p7b@v5e:4x4,0p7b@v5e:16x16
+GATES_MARKS ?=
 
 # make plan CONFIG=configs/paper.py:2p7b TOPOLOGY=v5e:16x16 PLAN_FLAGS="--mesh data=16,fsdp=16"
 CONFIG ?= configs/paper.py:0p7b
@@ -48,18 +49,18 @@ install: $(READY)
 	[ -z "$(EXTRA)" ] || $(RUN) -m pip install --quiet --requirement requirements-$(EXTRA).lock
 
 test: $(READY)
-	$(RUN) -m pytest -n auto --dist loadfile
+	$(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 ## The tests with the further cases that `make test` leaves out, for minutes more.
 test-all: $(READY)
-	$(RUN) -m pytest -n auto --dist loadfile -m ""
+	$(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ""
 
 test-fast: $(READY)
-	$(RUN) -m pytest -n auto --dist loadfile -m fast
+	$(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m fast
 
 ## Compile kernels and a train step for TPUs and GPUs, without the hardware, and compare the kernels' cost with the stored one.
 gates: $(GATES_READY)
-	GATES=required $(GATES_RUN) -m pytest -n auto --dist worksteal $(GATES_TESTS)
+	GATES=required $(GATES_RUN) -m pytest -n auto --dist worksteal -m "$(GATES_MARKS)" $(GATES_TESTS)
 	PYTHONPATH=kernels $(GATES_RUN) benchmarks/tpu_bundles.py --chips $(GATES_CHIPS) --check benchmarks/results/tpu_bundles.json
 	$(GATES_RUN) benchmarks/plans.py --cases $(GATES_PLANS) --check benchmarks/results/plans.json
 

@@ -46,6 +46,7 @@ def test_a_plan_adds_up(topology, tmp_path):
         assert plan["step"] == pytest.approx(max(sum(plan["seconds"].values()), plan["wire_seconds"]))
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_a_search_ranks_what_fits():
     done = run("--topology=v5e:2x2", "-search", "--json", "unused.json")
@@ -58,6 +59,7 @@ def test_a_search_ranks_what_fits():
     assert times == sorted(times)
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_a_run_that_does_not_fit_is_one_line():
     large = ["--config.data.batch_size=4096", "--config.model.num_layers=48"]
