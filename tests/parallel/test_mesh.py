@@ -35,7 +35,8 @@ def test_all_devices_by_default():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "devices"), [({"mesh.data": 2, "mesh.fsdp": 2}, 8), ({"mesh.fsdp": 4}, 2), ({"mesh.tensor": 2}, 3), ({"mesh.data": 4}, 2)]
+    ("sizes", "devices"),
+    [({"mesh.data": 2, "mesh.fsdp": 2}, 8), ({"mesh.fsdp": 4}, 2), ({"mesh.tensor": 2}, 3), ({"mesh.data": 4}, 2)],
 )
 def test_sizes_that_do_not_multiply_to_the_devices(sizes, devices):
     with pytest.raises(ConfigError, match=rf"mesh\.data=.*mesh\.fsdp=.*mesh\.tensor=.*the {devices} devices"):
