@@ -3,6 +3,7 @@
 Run as a program it prints what it finds for one topology.
 """
 
+import collections
 import importlib.util
 import os
 import subprocess
@@ -35,12 +36,12 @@ def printed(*arguments: str) -> list[str]:
 @needs_libtpu
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_the_train_step_compiles(chip):
-    """The forward kernel is there once, unless the policy recomputes all: `dots` would drop its outputs if they had no names."""
+    """Attention runs forward once in each of two layers, except under `full`: `dots` keeps its outputs because they have names."""
     assert printed("step", TOPOLOGIES[chip]) == [
-        "sa dots attention_backward attention_forward",
-        "xsa attention xsa_backward xsa_forward",
-        "xsa full xsa_backward xsa_forward xsa_forward",
-        "xsa offload xsa_backward xsa_forward and some in the host's memory",
+        "sa dots: attention_backward 2, attention_forward 2",
+        "xsa attention: xsa_backward 2, xsa_forward 2",
+        "xsa full: xsa_backward 2, xsa_forward 4",
+        "xsa offload: xsa_backward 2, xsa_forward 2, and some in the host's memory",
     ]
 
 
@@ -83,8 +84,12 @@ def program_of(topology: str, kind: str, policy: str, **train: object):
 def step(topology: str) -> None:
     for kind, policy in (("sa", "dots"), ("xsa", "attention"), ("xsa", "full"), ("xsa", "offload")):
         program, memory = program_of(topology, kind, policy)
-        host = ["and some in the host's memory"] if memory.host_temp_size_in_bytes else []
-        print(kind, policy, *sorted(kernel.name for kernel in program.kernels), *host, flush=True)
+        runs = collections.Counter()
+        for kernel in program.kernels:
+            runs[kernel.name] += kernel.times
+        found = [f"{name} {times}" for name, times in sorted(runs.items())]
+        found += ["and some in the host's memory"] if memory.host_temp_size_in_bytes else []
+        print(f"{kind} {policy}: {', '.join(found)}", flush=True)
 
 
 def gpus(topology: str) -> None:
