@@ -7,6 +7,7 @@ Several processes train one run where each is started with the same command on a
 Elsewhere each also gets --coordinator, --num_processes and --process_id.
 """
 
+import functools
 import pathlib
 import sys
 
@@ -62,13 +63,5 @@ def run(workdir: pathlib.Path) -> str | None:
         return train(config, workdir, (log, validate, save), lifeline, MAX_HOURS.value)
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-    """Parses the flags. Unusable ones end the program with one line."""
-    try:
-        return command_line.parse(CONFIG, argv)
-    except UserError as error:
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=functools.partial(command_line.parse, CONFIG))

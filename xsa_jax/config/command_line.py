@@ -1,5 +1,6 @@
 """The flags of a command that takes a config: --config configs/x.py, and --config.a.b=c for a field."""
 
+import sys
 from typing import Any
 
 from absl import flags
@@ -9,14 +10,13 @@ from xsa_jax.errors import UserError
 
 
 def parse(config: flags.FlagHolder[Any], argv: list[str]) -> list[str]:
-    """Parses the flags by absl, and returns the other arguments.
+    """Parses the flags by absl, and returns the other arguments. Unusable flags end the program with one line and status 1.
+
+    absl alone would print a traceback for a config file or a field of it that is unusable.
 
     Args:
       config: what `config_flags.DEFINE_config_file` returned.
       argv: arguments with the name of the program.
-
-    Raises:
-      UserError: a flag is invalid, or the config file or one of its fields is unusable. absl alone would print a traceback.
     """
     try:
         rest = flags.FLAGS([argv[0], "--verbosity=-1", *argv[1:]])  # no info lines: libraries log every file that they use
@@ -28,13 +28,13 @@ def parse(config: flags.FlagHolder[Any], argv: list[str]) -> list[str]:
         given = [arg for arg in argv if arg.startswith("--config.") and any(f"'{part}'" in reason for part in _field_parts(arg))]
         named = given[0] if given else "--config"
         today = REPLACED.get(named.split("=")[0].removeprefix("--config."))
-        raise UserError(f"{named}: unknown field: {reason}{f'; set {today}' if today else ''}") from None
+        sys.exit(f"error: {named}: unknown field: {reason}{f'; set {today}' if today else ''}")
     except flags.Error as error:  # the error of a failing config file holds its traceback, whose last line gives the reason
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         has_traceback = any(line.startswith("Traceback") for line in lines)
-        raise UserError(f"{lines[0]} {lines[-1]}" if has_traceback else " ".join(lines)) from None
+        sys.exit(f"error: {lines[0]} {lines[-1]}" if has_traceback else f"error: {' '.join(lines)}")
     except (OSError, UserError) as error:
-        raise UserError(f"--config: {' '.join(str(error).split())}") from None
+        sys.exit(f"error: --config: {' '.join(str(error).split())}")
 
 
 def _field_parts(override: str) -> list[str]:

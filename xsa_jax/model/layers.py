@@ -156,7 +156,7 @@ def rotate(x_BTHE: Array, phases: tuple[Array, Array]) -> Array:
     """Rotates the pairs (i, i + E/2) of each head by `phases`, the cosine and sine of the position.
 
     On a TPU the halves of a head change places by a product with a permutation matrix, which is exact. Arrays of half a head fill
-    half of the lanes: without the product the train step of the paper's 0.7B took 10% more cycles.
+    half of the lanes.
     """
     cos, sin = phases
     E = x_BTHE.shape[-1]

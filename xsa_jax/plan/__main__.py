@@ -7,6 +7,7 @@ It compiles the real train step for the topology, and prints what a device needs
 runs it with the compilers installed. Exit status 1: the run cannot be planned, for a reason that is printed.
 """
 
+import functools
 import json
 import os
 import sys
@@ -56,13 +57,5 @@ def main(argv: list[str]) -> None:
     print(report(found))
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-    """Parses the flags. Unusable ones end the program with one line."""
-    try:
-        return command_line.parse(CONFIG, argv)
-    except UserError as error:
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=functools.partial(command_line.parse, CONFIG))
